@@ -1,0 +1,1 @@
+"""The kopf operator of weightsync. It never imports torch, vllm or nccl."""
