@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tests.cluster import Cluster, obtain, remove
+from tests.cluster import Cluster, delete, obtain
 from tests.cluster.errors import ClusterError
 
 from .fleet import OPERATOR_NAMESPACE, ROOT, Fleet, FleetError, install_operator
@@ -46,7 +46,8 @@ def say(text: str) -> None:
 
 
 def show_round(fleet: Fleet, version: str) -> None:
-    publication, answers = fleet.publish_and_compare(version, tell=say)
+    fleet.say_go(version)
+    publication, answers = fleet.compare(version, tell=say)
     say(f"publish returned after {publication.publish_ms} ms; committed {publication.seconds} s after the call")
     say(f"{'transformers':<24} {version:<8} {publication.tokens}")
     for pod, answer in sorted(answers.items()):
@@ -94,7 +95,7 @@ remove everything: make demo-down""")
 
 
 def down() -> int:
-    remove(CLUSTER_NAME)
+    delete(CLUSTER_NAME)
     return 0
 
 

@@ -125,6 +125,10 @@ class Fleet:
     cluster: Cluster
     namespace: str = "demo"
     servers: int = 2
+    versions: int = 3
+    """How many versions the training loop publishes: step-1, step-2, ..."""
+    transfer_seconds: int | None = None
+    """The object's deadline for a transfer; None: the default."""
 
     def kubectl(self, *arguments: str, input: str | None = None, timeout: float = 60) -> str:
         return self.cluster.kubectl("-n", self.namespace, *arguments, input=input, timeout=timeout)
@@ -134,8 +138,29 @@ class Fleet:
         self.cluster.load_image(archive)
         namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": self.namespace}}
         self.cluster.kubectl("apply", "-f", "-", input=yaml.safe_dump(namespace))
+        self.kubectl("apply", "-f", "-", input=yaml.safe_dump_all(self.manifests()))
+
+    def manifests(self) -> list[dict[str, Any]]:
         documents = [d for d in yaml.safe_load_all((HERE / "manifests.yaml").read_text()) if d]
-        self.kubectl("apply", "-f", "-", input=yaml.safe_dump_all([on_host_python(d) for d in documents]))
+        for document in documents:
+            if document["kind"] == "StatefulSet":
+                command = document["spec"]["template"]["spec"]["containers"][0]["command"]
+                command[:] = [c for c in command if not c.startswith("step-")]
+                command += [f"step-{i + 1}" for i in range(self.versions)]
+            if document["kind"] == "WeightSync" and self.transfer_seconds is not None:
+                document["spec"]["deadlines"] = {"transferSeconds": self.transfer_seconds}
+        return [on_host_python(d) for d in documents]
+
+    def plain_python_pod(self, *arguments: str) -> dict[str, Any]:
+        """Spec of a pod that runs this checkout's Python with these arguments, and nothing of weightsync."""
+        container = {"name": "main", "image": "localhost/host-env:1", "command": ["python", *arguments]}
+        workload = {"spec": {"template": {"spec": {"containers": [container]}}}}
+        spec: dict[str, Any] = on_host_python(workload)["spec"]["template"]["spec"]
+        return {**spec, "terminationGracePeriodSeconds": 1, "enableServiceLinks": False}
+
+    def stop(self) -> None:
+        """Remove the namespace with all that is in it."""
+        self.cluster.kubectl("delete", "namespace", self.namespace, "--ignore-not-found", "--wait=true", timeout=120)
 
     def pods(self, app: str) -> list[dict[str, Any]]:
         items: list[dict[str, Any]] = json.loads(self.kubectl("get", "pods", "-l", f"app={app}", "-o", "json"))["items"]
@@ -191,25 +216,27 @@ class Fleet:
 
         return wait_until(f"the commit of {version}", check, seconds, tell=tell)
 
-    def ask(self, publication: Publication, seconds: float = 60) -> dict[str, Answer]:
+    def ask(self, publication: Publication, seconds: float = 60, servers: int | None = None) -> dict[str, Answer]:
         """Every server's answer to the publication's prompt, through the Service. Pod name -> answer."""
         text = self.kubectl(
-            "exec", "trainer-0", "--", sys.executable, str(HERE / "ask.py"), "http://vllm:8000", str(self.servers),
+            "exec", "trainer-0", "--", sys.executable, str(HERE / "ask.py"), "http://vllm:8000",
+            str(servers or self.servers),
             ",".join(map(str, publication.prompt)), str(len(publication.tokens)), str(seconds),
             timeout=seconds + 30,
         )  # fmt: skip
         return {pod: Answer(**answer) for pod, answer in json.loads(text).items()}
 
-    def publish_and_compare(self, version: str, tell: Callable[[str], None] | None = None) -> tuple[Publication, dict[str, Answer]]:
-        """Publish the next version, wait for its commit, and demand that both servers answer as transformers does."""
-        self.say_go(version)
+    def compare(
+        self, version: str, tell: Callable[[str], None] | None = None
+    ) -> tuple[Publication, dict[str, Answer]]:
+        """Wait for the commit of a version that was published; both servers must answer as transformers does."""
         publication = self.wait_committed(version, tell=tell)
         answers = self.ask(publication)
         wrong = sorted(p for p, a in answers.items() if a != Answer(version, publication.tokens))
         if wrong or len(answers) != self.servers:
             raise FleetError(
-                f"after the commit of {version}, {', '.join(wrong) or 'a missing server'} did not answer with its weights: "
-                f"expected {publication.tokens}, got {answers}"
+                f"after the commit of {version}, {', '.join(wrong) or 'a missing server'} did not answer with its "
+                f"weights: expected {publication.tokens}, got {answers}"
             )
         return publication, answers
 
