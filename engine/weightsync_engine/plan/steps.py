@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from ..layout.boxes import Box
 from ..layout.tensors import DTYPE_BYTES, Replicate, Shard
@@ -181,15 +181,28 @@ def exchanges(step: Step) -> Iterator[Exchange]:
     Of a replicated source, copy `i mod copies` serves the i-th rank of the target.
     """
     source, target = step.source, step.target
+    pairs = _pairs(step.shape, source.mesh, source.placements, target.mesh, target.placements)
+    for s, t, held, wanted in pairs:
+        yield Exchange(source.first_rank + s, target.first_rank + t, held, wanted)
+
+
+@lru_cache(maxsize=4096)  # the layers of a model are alike
+def _pairs(
+    shape: tuple[int, ...],
+    source_mesh: tuple[int, ...],
+    source_placements: tuple[Replicate | Shard, ...],
+    target_mesh: tuple[int, ...],
+    target_placements: tuple[Replicate | Shard, ...],
+) -> tuple[tuple[int, int, Box, Box], ...]:
+    source = Side(0, source_mesh, source_placements, ())
+    target = Side(0, target_mesh, target_placements, ())
     copies = len(source.ranks) // source.shards
-    for t, target_rank in enumerate(target.ranks):
-        wanted = target.local_box(step.shape, t)
-        for s, source_rank in enumerate(source.ranks):
-            if source.replica_of(s) != t % copies:
-                continue
-            held = source.local_box(step.shape, s)
-            common = held.intersect(wanted)
+    held = [(s, source.replica_of(s), source.local_box(shape, s)) for s in range(len(source.ranks))]
+    pairs: list[tuple[int, int, Box, Box]] = []
+    for t in range(len(target.ranks)):
+        wanted = target.local_box(shape, t)
+        for s, replica, box in held:
+            common = box.intersect(wanted) if replica == t % copies else None
             if common is not None:
-                yield Exchange(
-                    source_rank, target_rank, common.relative_to(held.start), common.relative_to(wanted.start)
-                )
+                pairs.append((s, t, common.relative_to(box.start), common.relative_to(wanted.start)))
+    return tuple(pairs)

@@ -399,10 +399,10 @@ def test_plans_that_differ_in_one_place_have_different_digests():
     assert len(seen) == 4
 
 
-def test_a_large_plan_is_compiled_within_seconds():
+def test_a_model_of_a_thousand_parameters_is_one_step_each():
     rng = random.Random(3)
-    params = {f"layers.{i}.w": ((rng.choice([64, 128]), 64), "bfloat16") for i in range(2000)}
+    params = {f"layers.{i}.w": ((rng.choice([64, 128]), 64), "bfloat16") for i in range(1000)}
     sources = [fsdp(n, s, 8, d) for n, (s, d) in params.items()]
     first = replicated(params, 8, 1)[0].manifest
     plan = compile_plan(sources, [Worker(8 + w, f"s{w}", first) for w in range(8)], 8)
-    assert plan.summary.parameters == 2000 and plan.summary.steps == 2000
+    assert plan.summary.parameters == 1000 and plan.summary.steps == 1000
