@@ -66,8 +66,8 @@ class Store(Protocol):
     def close(self) -> None: ...
 
 
-StoreOpener = Callable[[str, str], Store]
-"""`(host, key) -> Store`, blocking: it is called in a thread."""
+StoreOpener = Callable[[str], Store]
+"""Opens a store that listens on this address alone; blocking: it is called in a thread."""
 
 Ask = Callable[[machine.AskDecision, float], Awaitable[machine.Verdict]]
 
@@ -288,8 +288,8 @@ class AgentCore:
                     if client.state is not None and client.state.mover_id == mover_id:
                         log.warning("killing the mover of local rank %d: %s", local_rank, why)
                         client.kill()
-            case machine.OpenStore(epoch, key):
-                self._spawn(self._open(epoch, key), f"open-store-{epoch}")
+            case machine.OpenStore(epoch):
+                self._spawn(self._open(epoch), f"open-store-{epoch}")
             case machine.CloseStore(epoch):
                 self._close_store(epoch)
             case machine.Flip():
@@ -311,7 +311,7 @@ class AgentCore:
         if not task.cancelled() and task.exception() is not None:
             log.error("task %s failed", task.get_name(), exc_info=task.exception())
 
-    async def _open(self, epoch: int, key: str) -> None:
+    async def _open(self, epoch: int) -> None:
         host = self.session.pod.host
         if self._open_store is None:
             problem = Problem(
@@ -319,7 +319,7 @@ class AgentCore:
             )
             self._observe(machine.StoreFailed(epoch, problem))
             return
-        opening = asyncio.ensure_future(asyncio.to_thread(self._open_store, host, key))
+        opening = asyncio.ensure_future(asyncio.to_thread(self._open_store, host))
         try:
             store = await asyncio.wait_for(asyncio.shield(opening), STORE_SECONDS)
         except asyncio.CancelledError:

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from starlette.applications import Starlette
 
 from .config import AgentConfig
-from .core import AgentCore, Store, make_pod
+from .core import AgentCore, make_pod
 from .credentials import TokenVerifier
 from .routes import routes
 
@@ -35,12 +35,19 @@ MOVERS_LEAVE_SECONDS = 6.0
 CONFIG_LIMIT = 1 << 20
 
 
-def open_store(host: str, key: str) -> Store:
-    """The epoch store, which needs torch: imported only where the store is."""
-    from ..transport.store import open_store as opened
+class EpochStore:
+    """The epoch's store, listening on the pod's own address for as long as it is kept."""
 
-    store: Store = opened(host, key)
-    return store
+    def __init__(self, host: str) -> None:
+        # Needs torch, which only the agent that hosts rank 0 imports.
+        from ..transport.store import open_store
+
+        self._store: object
+        self._store, rendezvous = open_store(host)
+        self.port = rendezvous.port
+
+    def close(self) -> None:
+        self._store = None
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -68,7 +75,7 @@ async def serve(config: AgentConfig) -> None:
         trainer_ranks=config.ranks,
         trainer_world=config.world_size,
     )
-    core = AgentCore(pod, config.movers, open_store=open_store)
+    core = AgentCore(pod, config.movers, open_store=EpochStore)
     sock = listen(pod.host, config.port)
     server = uvicorn.Server(
         uvicorn.Config(

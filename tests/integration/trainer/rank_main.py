@@ -1,4 +1,4 @@
-"""One trainer rank of the integration tests: runs the cases that stdin names, reports JSON lines to stdout."""
+"""One trainer rank of the integration tests: runs the cases that stdin names, reports JSON lines."""
 
 from __future__ import annotations
 
@@ -32,9 +32,11 @@ def wait_for_go() -> str:
     return sys.stdin.readline().strip()
 
 
-def qwen(
-    tied: bool = False, fsdp: bool = True, policy: MixedPrecisionPolicy | None = None
-) -> Qwen3ForCausalLM:
+def qwen(tied: bool = False, param_dtype: torch.dtype | None = None) -> Any:
+    """A tiny Qwen3, sharded by FSDP2 over all ranks."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(
         Qwen3Config(
