@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -41,7 +40,11 @@ class Checkpoint:
     def __enter__(self) -> Checkpoint:
         return self
 
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Idempotent."""
         self._stack.close()
 
     def sample(self, name: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
