@@ -67,7 +67,9 @@ class CheckpointNames:
         """All checkpoint names that vLLM would load as `live`; none, or more than one, is for the caller to judge."""
         if self._by_live is not None:
             return list(self._by_live.get(live, ()))
-        return sorted(name for name in self._guesses(live) if self.rules.forward(name) == live)
+        guesses = sorted(name for name in self._guesses(live) if self.rules.forward(name) == live)
+        # A model declares a rewriting because its checkpoints need it, though vLLM's own name passes as well.
+        return [name for name in guesses if name != live] or guesses
 
     def _guesses(self, live: str) -> Collection[str]:
         def undo(

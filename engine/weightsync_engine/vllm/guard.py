@@ -26,7 +26,7 @@ OPEN_PATHS = frozenset(
     }
 )  # fmt: skip
 """Paths that never generate."""
-OPEN_PREFIXES = ("/metrics/", "/v1/models/", "/static/")
+OPEN_PREFIXES = ("/metrics/", "/static/")
 
 
 @dataclass(frozen=True)
