@@ -158,8 +158,6 @@ def _sharded(base: LiveTensor, module: nn.Module, parameter: nn.Parameter) -> Li
         and any(p is parameter for p in owner._parameters.values())
     ):
         return dataclasses.replace(base, borrowed=True)
-    if owner is not module:
-        raise Unresolvable(f"its loader {_title(function)} belongs to another module")
 
     def by(cls: type, *loaders: str) -> bool:
         return isinstance(module, cls) and function in [getattr(cls, n) for n in loaders if hasattr(cls, n)]
@@ -188,7 +186,7 @@ def _sharded(base: LiveTensor, module: nn.Module, parameter: nn.Parameter) -> Li
         dim = _dim(parameter, "input_dim")
         runs = [even(module.input_size, module.tp_size, module.tp_rank)] if dim is not None else []
     elif by(linear.ReplicatedLinear, *both):
-        return base
+        dim, runs = None, []
     elif by(VocabParallelEmbedding, "weight_loader"):
         dim = _dim(parameter, "output_dim")
         at = module.shard_indices
@@ -197,11 +195,14 @@ def _sharded(base: LiveTensor, module: nn.Module, parameter: nn.Parameter) -> Li
                 raise Unresolvable("its vocabulary has rows added for adapters")
             rows = base.shape[dim]
             runs = [vocabulary(module.org_vocab_size, at.org_vocab_start_index, at.org_vocab_end_index, rows)]
-            return dataclasses.replace(base, runs=tuple(runs), dim=dim)
+            if owner is module:
+                return dataclasses.replace(base, runs=tuple(runs), dim=dim)
         runs = []
     else:
         raise Unresolvable(f"its loader is not known to copy plainly: {_title(function)}")
 
+    if owner is not module:
+        raise Unresolvable(f"its loader {_title(function)} belongs to another module")
     if dim is None:
         # Without a cut dimension these loaders give every worker the whole.
         return base

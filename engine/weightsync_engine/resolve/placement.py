@@ -142,7 +142,11 @@ def _names_or_live(tensor: LiveTensor, names: CheckpointNames) -> list[str]:
 def _parts(tensor: LiveTensor, names: CheckpointNames) -> list[tuple[str, tuple[int, ...], list[Placed]]]:
     """(checkpoint name, its whole shape, its pieces) for everything in one live tensor."""
     if not tensor.runs:
-        (name,), *_ = _find(tensor, names)
+        (name,), *more = _find(tensor, names)
+        if more:
+            raise Unresolvable(
+                f"{tensor.name} packs several parameters, and its layer does not say where each one is"
+            )
         origin = (0,) * len(tensor.shape)
         return [(name, tensor.shape, [Placed(name, Box.whole(tensor.shape), tensor.name, origin)])]
     found = _find(tensor, names)
@@ -179,7 +183,7 @@ def _find(tensor: LiveTensor, names: CheckpointNames) -> list[list[str]]:
     """One group of one name for each checkpoint parameter in the tensor, in the order of its runs."""
     module, _, leaf = tensor.name.rpartition(".")
     own = names.find(tensor.name)
-    packed = names.rules.components(module) if len(tensor.runs) > 1 else None
+    packed = names.rules.components(module) if len(tensor.runs) != 1 else None
     if packed is None or (names.known and own):
         # Not packed, or packed in the checkpoint already.
         if not own:

@@ -410,10 +410,14 @@ def _status(worker: Any, nonce: str, what: str, arguments: dict[str, Any]) -> di
         return {**getattr(engine, what)(**arguments), "nonce": nonce}
     except Exception as e:
         log.exception("%s failed", what)
-        engine = _engine(worker)
-        known = engine.answer() if engine is not None else {"rank": getattr(worker, "rank", -1)}
-        problem = {"reason": "WorkerFailed", "message": f"{what}: {type(e).__name__}: {e}"[:1024]}
-        return {**known, "nonce": nonce, "problem": problem}
+        # Fixed in form, and built of nothing that could fail as well. An unknown version is no version: torn.
+        return {
+            "rank": int(getattr(worker, "rank", -1)),
+            "version": "",
+            "torn": True,
+            "nonce": nonce,
+            "problem": {"reason": "WorkerFailed", "message": f"{what}: {type(e).__name__}: {e}"[:1024]},
+        }
 
 
 def weightsync_describe(worker: Any, nonce: str = "") -> dict[str, Any]:

@@ -13,7 +13,7 @@ from weightsync_engine.layout.boxes import Box
 from weightsync_engine.resolve.checkpoint import Checkpoint, open_checkpoint
 from weightsync_engine.resolve.manifest import TRANSFORMS, Resolved, resolve
 
-from . import serving, tiny
+from tests.integration.vllm import serving, tiny
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -142,7 +142,7 @@ def test_a_call_that_breaks_in_a_worker_is_an_answer_and_no_exception(llm: Any) 
         answer = rpc(llm, "weightsync_flip", object_uid="uid", epoch=1, round=1, version="step-1")
     finally:
         engine.shadow = shadow
-    assert answer["problem"]["reason"] == "WorkerFailed"
+    assert (answer["problem"]["reason"], answer["torn"]) == ("WorkerFailed", True)
 
 
 def test_every_live_element_has_exactly_one_place(llm: Any, model: torch.nn.Module, second: Path) -> None:
