@@ -31,8 +31,8 @@ def decode_trainer(data: bytes) -> TrainerManifest:
 
 def encode_worker(manifest: WorkerManifest) -> bytes:
     """Pieces are put in order of name and box: their order carries no meaning."""
-    pieces = tuple(sorted(manifest.pieces, key=lambda p: (p.name, p.box, p.tensor, p.at)))
-    ordered = dataclasses.replace(manifest, pieces=pieces)
+    pieces = sorted(manifest.pieces, key=lambda p: (p.name, p.box, p.tensor, p.at))
+    ordered = dataclasses.replace(manifest, pieces=tuple(pieces))
     return _canonical(_WORKER.dump_python(ordered, mode="json"))
 
 
