@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
 from weightsync_engine.protocol.names import GROUP
 
 from ..core.names import API_VERSION, KIND, PLURAL

@@ -92,7 +92,9 @@ class Deadlines(ApiModel):
     join_seconds: int | None = seconds(120, "Building the communicator and agreeing on the plan.")
     prepare_seconds: int | None = seconds(60, "Until every member is ready for a transfer.")
     transfer_seconds: int | None = seconds(300, "Transfer and verification.")
-    commit_seconds: int | None = seconds(30, "From the decision until every inference pod serves the version.")
+    commit_seconds: int | None = seconds(
+        30, "From the decision until every inference pod serves the version."
+    )
 
     @property
     def join(self) -> int:
@@ -236,7 +238,9 @@ class DecisionFact(ApiModel):
     run_id: Short = Field(description="The trainer's run that published the version.")
     sequence: Annotated[int, Field(ge=0)] = Field(description="The version's place in that run.")
     members: Annotated[tuple[MemberIdentity, ...], Field(max_length=MAX_MEMBERS)]
-    finished: bool = Field(default=False, description="Every member has the version, or is kept from serving.")
+    finished: bool = Field(
+        default=False, description="Every member has the version, or is kept from serving."
+    )
 
 
 class Facts(ApiModel):
