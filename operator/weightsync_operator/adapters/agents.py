@@ -98,6 +98,14 @@ class Agents:
         if link is not None:
             link.refresh()
 
+    async def first_words(self, seconds: float) -> None:
+        """Waits until each agent has answered or failed once, no longer than `seconds`."""
+        waits = [asyncio.create_task(link.heard.wait()) for link in self._links.values()]
+        if waits:
+            _, late = await asyncio.wait(waits, timeout=seconds)
+            for task in late:
+                task.cancel()
+
     async def settle(self, seconds: float) -> None:
         """Waits for requests under way, no longer than `seconds`."""
         tasks = [link.request for link in self._links.values() if link.request is not None]
@@ -199,6 +207,7 @@ class _Link:
         self.address = (pod.ip, pod.port)
         self.base = f"http://{_host(pod.ip)}:{pod.port}"
         self.view = AgentView()
+        self.heard = asyncio.Event()
         self.request: asyncio.Task[None] | None = None
         self._request_key: tuple[object, ...] = ()
         self._request_at = float("-inf")
@@ -316,6 +325,7 @@ class _Link:
         since = old.error.since if old.error is not None else time.monotonic()
         fresh = AgentError(fault, str(error), since, protocol)
         self.view = AgentView(old.state, old.asof, fresh, old.refusal)
+        self.heard.set()
         if fresh != old.error:
             self.agents.notify()
 

@@ -139,7 +139,7 @@ class Handlers:
             if listed > float("-inf"):
                 wait = await self._turn(key, body, reconciler)
             waiter = asyncio.create_task(wake.wait())
-            halt = asyncio.create_task(stopped.wait())
+            halt = asyncio.ensure_future(stopped.wait())
             try:
                 await asyncio.wait({waiter, halt}, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
             finally:

@@ -28,6 +28,7 @@ _LOG = logging.getLogger(__name__)
 _STEPS = 8
 """Durable steps that one call of `step` takes at most before it lets others have their turn."""
 _LEAVE_SECONDS = 3.0
+_FIRST_WORDS_SECONDS = 2.0
 _MIN_REPORT_SECONDS = 1.0
 """While a round runs, reports that change nothing but a message or a member's state wait this long."""
 
@@ -171,6 +172,9 @@ class Reconciler:
             except (KubeError, KubeUnavailable) as error:
                 _LOG.warning("%s/%s: cannot begin: %s", self._namespace, self._name, error)
                 return 1.0
+            # Who has not been asked yet is not silent: a restarted operator must not cry wolf.
+            self._agents.track([pod_of(item, AgentView()) for item in pods()])
+            await self._agents.first_words(_FIRST_WORDS_SECONDS)
         events: list[EventNote] = []
         for _ in range(_STEPS):
             observed = self._observe(spec, generation, pods())
@@ -220,7 +224,7 @@ class Reconciler:
 
     async def _report(self, decided: Plan, observed: Observed) -> bool:
         before = tuple(Condition.model_validate(item) for item in self._reported.get("conditions", ()))
-        wanted = _dump(report(decided.memory, observed, decided.roster, before))
+        wanted = _dump(report(decided.memory, observed, decided.roster, before, self._settings))
         if wanted == self._reported:
             return True
         soon = self._reported_at + _MIN_REPORT_SECONDS - self._clock()

@@ -10,7 +10,7 @@ from typing import Literal
 from ..api.types import Condition
 from . import names
 from .members import Roster
-from .rounds import Memory, Observed, committed_version, holds, published, target
+from .rounds import Memory, Observed, Settings, committed_version, holds, published, serves, target
 
 Status = Literal["True", "False", "Unknown"]
 
@@ -29,6 +29,7 @@ class View:
     memory: Memory
     observed: Observed
     roster: Roster
+    settings: Settings
 
 
 Check = Callable[[View], Verdict | None]
@@ -171,9 +172,7 @@ def _behind(view: View) -> list[str]:
     return [
         member.pod
         for member in view.roster.inference
-        if member.state.inference is None
-        or not member.state.inference.serving
-        or not holds(member.state.inference, view.observed.facts, view.observed.spec)
+        if not serves(view.memory, view.observed, member, view.settings)
     ]
 
 
@@ -255,6 +254,11 @@ def _before_first_version(view: View) -> Verdict | None:
     """Ready may not wait for the first publish: what installs the trainer may wait for Ready."""
     if committed_version(view.observed.facts) is not None or view.observed.spec.closed_before_first_version:
         return None
+    # Once a version is committed, the next epoch is no matter of readiness; before, it shows what will not work.
+    for condition in (plan_resolved, rendezvous_established):
+        verdict = condition(view)
+        if verdict.status != "True":
+            return Verdict("False", verdict.reason, verdict.message)
     # Pods that must still open, or a publish that is under way, are no reason to call it ready.
     if _behind(view) or view.memory.round is not None or target(view.observed, view.roster) is not None:
         return None
@@ -268,8 +272,6 @@ def ready(view: View) -> Verdict:
         (
             _of(members_resolved),
             _last_attempt_failed,
-            _of(plan_resolved),
-            _of(rendezvous_established),
             _before_first_version,
             _of(in_sync),
         ),
@@ -328,10 +330,14 @@ _ALL: tuple[tuple[str, Callable[[View], Verdict]], ...] = (
 
 
 def evaluate(
-    memory: Memory, observed: Observed, roster: Roster, before: Iterable[Condition]
+    memory: Memory,
+    observed: Observed,
+    roster: Roster,
+    before: Iterable[Condition],
+    settings: Settings,
 ) -> tuple[Condition, ...]:
     """All conditions, with the transition time of `before` where the status is still the same."""
-    view, since = View(memory, observed, roster), {item.type: item for item in before}
+    view, since = View(memory, observed, roster, settings), {item.type: item for item in before}
     now = observed.wall.astimezone(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     out = []
     for kind, judge in _ALL:

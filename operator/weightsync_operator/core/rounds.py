@@ -231,6 +231,25 @@ def holds(inference: InferenceFacts, facts: Facts, spec: WeightSyncSpec) -> bool
     return inference.live_version == version
 
 
+def committing(memory: Memory, observed: Observed, member: Member, settings: Settings) -> bool:
+    """Whether this pod is between decision and flip, and still within its time."""
+    run = memory.round
+    return (
+        run is not None
+        and run.phase == "commit"
+        and any((m.uid, m.boot_id) == member.key for m in run.members)
+        and observed.now <= run.phase_since + observed.spec.limits.commit + settings.grace
+    )
+
+
+def serves(memory: Memory, observed: Observed, member: Member, settings: Settings) -> bool:
+    """Whether this inference pod counts as in sync: it serves what the fleet serves, or is just flipping to it."""
+    facts = member.state.inference
+    if facts is None or not facts.serving:
+        return False
+    return holds(facts, observed.facts, observed.spec) or committing(memory, observed, member, settings)
+
+
 def published(roster: Roster) -> Published | None:
     """The version that every trainer pod holds; None while they differ or before the first."""
     seen = {member.state.trainer.published if member.state.trainer else None for member in roster.trainers}
@@ -955,16 +974,6 @@ class _Planner:
             self._wake(self.settings.tick)
             self._send(identity, "abort", Abort, epoch=held[0], round=held[1], problem=problem)
 
-    def _committing(self, member: Member) -> bool:
-        """Whether this pod is between decision and flip, and still within its time."""
-        run = self.memory.round
-        return (
-            run is not None
-            and run.phase == "commit"
-            and any((m.uid, m.boot_id) == member.key for m in run.members)
-            and self.now <= run.phase_since + self.spec.limits.commit + self.settings.grace
-        )
-
     def _admit_or_fence(self) -> None:
         for member in self.roster.inference:
             facts = member.state.inference
@@ -974,7 +983,7 @@ class _Planner:
                 if not facts.serving:
                     self._send_to(member, "admit", Admit, version=facts.live_version)
                     self._wake(self.settings.tick)
-            elif facts.serving and not self._committing(member):
+            elif facts.serving and not committing(self.memory, self.seen, member, self.settings):
                 reason, message = self._why_out(facts)
                 self._send_to(member, "fence", Fence, problem=Problem(reason=reason, message=message))
                 self._wake(self.settings.tick)
@@ -1004,7 +1013,7 @@ class _Planner:
                         self._gate(pod, True, names.IN_SYNC_REASON, "")
                     elif pod.gate is None or pod.gate.status:
                         self._gate(pod, False, names.NOT_ADMITTED, facts.closed_because or "not serving yet")
-                elif not self._committing(member):
+                elif not committing(self.memory, self.seen, member, self.settings):
                     self._gate(pod, False, *self._why_out(facts))
             elif state is not None and state.inference is not None and state.role == ROLE_INFERENCE:
                 # Silent or out of order. A pod that the operator merely cannot reach goes on as it was, unless it

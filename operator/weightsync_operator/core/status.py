@@ -9,19 +9,29 @@ from ..api.types import MAX_SHOWN_MEMBERS, Condition, MemberReport, Report
 from . import names
 from .conditions import evaluate
 from .members import Member, Remark, Roster
-from .rounds import Memory, Observed, committed_version, epoch_state, holds, round_state
+from .rounds import (
+    Memory,
+    Observed,
+    Settings,
+    committed_version,
+    epoch_state,
+    holds,
+    round_state,
+    serves,
+)
 
 
-def report(memory: Memory, observed: Observed, roster: Roster, before: tuple[Condition, ...] = ()) -> Report:
+def report(
+    memory: Memory,
+    observed: Observed,
+    roster: Roster,
+    before: tuple[Condition, ...] = (),
+    settings: Settings = Settings(),  # noqa: B008 (frozen)
+) -> Report:
     """The report on what is true now; equal facts give an equal report, so that an idle object needs no write."""
     rows = [_row(member, memory, observed) for member in roster.members]
     rows += [_left_out(remark) for remark in roster.remarks if not remark.takes_part]
-    in_sync = sum(
-        member.state.inference is not None
-        and member.state.inference.serving
-        and holds(member.state.inference, observed.facts, observed.spec)
-        for member in roster.inference
-    )
+    in_sync = sum(serves(memory, observed, member, settings) for member in roster.inference)
     # What is wrong is shown first where not all can be shown.
     if len(rows) > MAX_SHOWN_MEMBERS:
         rows.sort(key=lambda row: row.state in (names.IN_SYNC_REASON, "Idle"))
@@ -31,7 +41,7 @@ def report(memory: Memory, observed: Observed, roster: Roster, before: tuple[Con
         trainers=f"{len(roster.trainers)}/{roster.labelled_trainers}",
         inference=f"{in_sync}/{max(len(roster.inference), roster.labelled_inference)}",
         last_round=memory.last_committed,
-        conditions=evaluate(memory, observed, roster, before),
+        conditions=evaluate(memory, observed, roster, before, settings),
         members=tuple(rows[:MAX_SHOWN_MEMBERS]),
         members_not_shown=len(rows) - MAX_SHOWN_MEMBERS if len(rows) > MAX_SHOWN_MEMBERS else None,
         rounds=memory.rounds,
