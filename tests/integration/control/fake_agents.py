@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import jwt
 from aiohttp import web
 from pydantic import ValidationError
+
 from weightsync_engine.protocol.messages import (
     REQUESTS,
     Abort,
