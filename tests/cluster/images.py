@@ -168,7 +168,7 @@ def _dependencies(project: dict[str, Any]) -> Path:
         draft.mkdir()
         _install(draft, wanted, "operator-dependencies")
 
-    return cache.entry("images", f"operator-packages-{cache.digest([_RECIPE, sys.version, wanted])}", build)
+    return cache.entry("images", f"packages-{cache.digest([_RECIPE, sys.version, wanted])}", build)
 
 
 def _install(target: Path, wanted: Sequence[str], log_name: str) -> None:

@@ -180,7 +180,7 @@ def host_python_volumes() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 def _named(context: str) -> Cluster:
-    path = tools("kubectl", "helm")
+    path = _tools("named")
     configs = os.environ.get("KUBECONFIG") or str(Path.home() / ".kube/config")
     cluster = Cluster(context, Path(configs), context, "named", False, path)
     try:
@@ -205,6 +205,12 @@ def _read_state(name: str) -> dict[str, Any]:
     return state
 
 
+def _write_state(name: str, state: dict[str, Any]) -> None:
+    draft = _folder(name) / "state.json.draft"
+    draft.write_text(json.dumps(state))
+    draft.replace(_folder(name) / "state.json")
+
+
 def _find(name: str) -> Cluster | None:
     state = _read_state(name)
     if not state:
@@ -219,17 +225,24 @@ def _cluster(name: str, kind_of: KindOf, *, created: bool) -> Cluster:
 
 
 def _tools(kind_of: KindOf) -> Path:
-    """A folder with kubectl, kind, helm and, for our own engine, the docker command that fits it."""
-    built = tools("kubectl", "kind", "helm")
-    if kind_of != "built":
+    """A folder with kubectl, kind and helm: this machine's own, where they fit, else built ones."""
+    wanted = ("kubectl", "helm") if kind_of == "named" else ("kubectl", "helm", "kind")
+    programs: dict[str, str] = {}
+    if kind_of == "built":
+        # The docker command must fit dockerd, and the rest the node image.
+        programs["docker"] = str(docker_program())
+    else:
+        programs |= {name: path for name in wanted if (path := shutil.which(name)) is not None}
+    built = tools(*(name for name in wanted if name not in programs))
+    if not programs:
         return built
-    docker = docker_program()
 
     def build(draft: Path) -> None:
         shutil.copytree(built, draft, symlinks=True)
-        (draft / "docker").symlink_to(docker)
+        for name, target in programs.items():
+            (draft / name).symlink_to(target)
 
-    return cache.entry("tools", cache.digest([str(built), str(docker)]), build)
+    return cache.entry("tools", cache.digest([str(built), programs]), build)
 
 
 def _healthy(cluster: Cluster) -> bool:
@@ -253,56 +266,43 @@ def _wait_ready(cluster: Cluster, deadline_s: float) -> None:
 def _create(name: str, workers: int, mounts: list[str], say: Callable[[str], None]) -> Cluster:
     begun = time.monotonic()
     kind_of: KindOf = "docker" if _docker_can_pull(say) else "built"
-    image = versions.STOCK_NODE_IMAGE
     if kind_of == "built":
-        say("no Docker engine that can pull: building the node image, unless it is in the cache (minutes)")
+        say("no Docker engine that can pull: the node image is built here, unless it is in the cache")
         node = node_image()
-        image = node.ref
-        with cache.lock("dockerd"):
-            engine = Dockerd()
-            engine.start()
-            engine.load(node)
-    cluster = _cluster(name, kind_of, created=True)
-    port = _free_port()
-    config = _folder(name) / "kind.yaml"
-    config.write_text(yaml.safe_dump(_config(workers, mounts, port)))
-    # Before the first node is made, so that whatever is made is found and deleted.
-    state = {"kind_of": kind_of, "workers": workers, "mounts": mounts, "port": port}
-    (_folder(name) / "state.json").write_text(json.dumps(state))
-    say(f"creating the cluster {name}")
-    log = cache.log_path(f"kind-{name}")
-    log.write_text("")
+    path = _tools(kind_of)
+    # Written before anything is made, so that whatever is made is found and deleted.
+    state = {"kind_of": kind_of, "workers": workers, "mounts": mounts, "port": _free_port()}
+    _write_state(name, state)
     try:
+        image = versions.STOCK_NODE_IMAGE
         if kind_of == "built":
+            image = node.ref
+            with cache.lock("dockerd"):
+                engine = Dockerd()
+                engine.start()
+                engine.load(node)
             _forward(name)
+        cluster = _cluster(name, kind_of, created=True)
+        say(f"creating the cluster {name}")
+        config = _folder(name) / "kind.yaml"
+        config.write_text(yaml.safe_dump(_config(workers, mounts, state["port"])))
+        log = cache.log_path(f"kind-{name}")
+        log.write_text("")
+        create = [str(path / "kind"), "create", "cluster", "--name", name, "--image", image, "--retain"]
         cache.run(
-            [
-                cluster._path / "kind",
-                "create",
-                "cluster",
-                "--name",
-                name,
-                "--image",
-                image,
-                "--config",
-                config,
-                "--kubeconfig",
-                cluster.kubeconfig,
-                "--retain",
-                "--wait",
-                "0s",
-            ],
+            [*create, "--config", config, "--kubeconfig", cluster.kubeconfig, "--wait", "0s"],
             what=f"creating the cluster {name}",
             log=log,
             timeout=CREATE_DEADLINE_S,
             env=cluster.env(),
         )
         _wait_ready(cluster, READY_DEADLINE_S)
-    except BaseException as error:
+    except ClusterError as error:
         where = export_logs(name)
         _delete(name)
-        if isinstance(error, ClusterError):
-            raise ClusterError(f"{error}\nall logs: {where}") from None
+        raise ClusterError(f"{error}\nall logs: {where}") from None
+    except BaseException:
+        _delete(name)
         raise
     say(f"the cluster {name} is up after {time.monotonic() - begun:.0f} s")
     return cluster
@@ -368,7 +368,7 @@ def _forward(name: str) -> None:
             start_new_session=True,
         )
     state |= {"forwarder": forwarder.pid, "forwarder_start": start_time(forwarder.pid)}
-    (_folder(name) / "state.json").write_text(json.dumps(state))
+    _write_state(name, state)
 
 
 def _delete(name: str) -> None:
