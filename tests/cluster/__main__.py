@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     for name, text in helps.items():
         command = commands.add_parser(name, help=text)
         if name != "apiserver":
-            command.add_argument("--name", default="weightsync", help="the cluster's name")
+            command.add_argument("--name", default=kind.DEFAULT_NAME, help="the cluster's name")
         if name == "up":
             command.add_argument("--workers", type=int, default=1, help="nodes besides the control plane")
             command.add_argument(

@@ -32,6 +32,8 @@ CREATE_DEADLINE_S = 300.0
 READY_DEADLINE_S = 180.0
 PULL_DEADLINE_S = 300.0
 CONTEXT_VARIABLE = "WEIGHTSYNC_KUBE_CONTEXT"
+# Two clones on one machine need two names: a cluster carries the folders of the clone that made it.
+DEFAULT_NAME = os.environ.get("WEIGHTSYNC_CLUSTER", "weightsync")
 _HOST = "/host"  # where the machine's folders are inside a node
 
 KindOf = Literal["named", "docker", "built"]
@@ -94,7 +96,7 @@ class Cluster:
 
 
 def obtain(
-    name: str = "weightsync",
+    name: str = DEFAULT_NAME,
     workers: int = 1,
     mounts: Sequence[Path | str] = (),
     say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
@@ -120,19 +122,19 @@ def obtain(
         return _create(name, workers, wanted, say)
 
 
-def delete(name: str = "weightsync") -> None:
+def delete(name: str = DEFAULT_NAME) -> None:
     """Remove the cluster `name` if there is one, and our own engine when no cluster is left on it."""
     with cache.lock(f"cluster-{name}"):
         _delete(name)
 
 
-def find(name: str = "weightsync") -> Cluster | None:
+def find(name: str = DEFAULT_NAME) -> Cluster | None:
     """The cluster that `obtain` would find running under this name, without a look at its health."""
     context = os.environ.get(CONTEXT_VARIABLE)
     return _named(context) if context else _find(name)
 
 
-def export_logs(name: str = "weightsync") -> Path:
+def export_logs(name: str = DEFAULT_NAME) -> Path:
     """Collect the logs of the nodes and of our own engine in a new folder of the cache, and return that."""
     target = cache.folder("logs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     target.mkdir(exist_ok=True)
@@ -271,7 +273,8 @@ def _create(name: str, workers: int, mounts: list[str], say: Callable[[str], Non
         node = node_image()
     path = _tools(kind_of)
     # Written before anything is made, so that whatever is made is found and deleted.
-    state = {"kind_of": kind_of, "workers": workers, "mounts": mounts, "port": _free_port()}
+    port = _free_port()
+    state = {"kind_of": kind_of, "workers": workers, "mounts": mounts, "port": port}
     _write_state(name, state)
     try:
         image = versions.STOCK_NODE_IMAGE
@@ -285,7 +288,7 @@ def _create(name: str, workers: int, mounts: list[str], say: Callable[[str], Non
         cluster = _cluster(name, kind_of, created=True)
         say(f"creating the cluster {name}")
         config = _folder(name) / "kind.yaml"
-        config.write_text(yaml.safe_dump(_config(workers, mounts, state["port"])))
+        config.write_text(yaml.safe_dump(_config(workers, mounts, port)))
         log = cache.log_path(f"kind-{name}")
         log.write_text("")
         create = [str(path / "kind"), "create", "cluster", "--name", name, "--image", image, "--retain"]
