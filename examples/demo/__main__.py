@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tests.cluster import Cluster, delete, obtain
-from tests.cluster.errors import ClusterError
+from tests.cluster import Cluster, ClusterError, obtain
+from tests.cluster.kind import delete
 
 from .fleet import OPERATOR_NAMESPACE, ROOT, Fleet, FleetError, install_operator
 

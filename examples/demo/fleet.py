@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 import yaml
 
-from tests.cluster import Cluster, host_env_image, host_python_volumes, operator_image
-from tests.cluster.errors import ClusterError
+from tests.cluster import Cluster, ClusterError, host_env_image, host_python_volumes, operator_image
+
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -58,9 +58,9 @@ def wait_until(
 
 def install_operator(cluster: Cluster, *settings: str) -> None:
     """Pack the operator's image, load it, and install the chart; `settings` are further `--set` values."""
-    archive, reference = operator_image()
-    cluster.load_image(archive)
-    repository, tag = reference.rsplit(":", 1)
+    image = operator_image()
+    cluster.load_image(image.archive)
+    repository, tag = image.ref.rsplit(":", 1)
     values = [f"image.repository={repository}", f"image.tag={tag}", "image.pullPolicy=IfNotPresent", *settings]
     cluster.helm(
         "upgrade", "--install", "weightsync", str(ROOT / "charts" / "weightsync"),
@@ -77,22 +77,17 @@ def on_host_python(document: dict[str, Any]) -> dict[str, Any]:
     volumes, mounts = host_python_volumes()
     pod = template["spec"]
     pod.setdefault("volumes", []).extend(volumes)
-    pod["volumes"] += [
-        {"name": "tmp", "emptyDir": {}},
-        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "512Mi"}},
-    ]
+    pod["volumes"].append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "512Mi"}})
     for container in [*pod.get("initContainers", []), *pod["containers"]]:
         container["command"] = [sys.executable if part == "python" else part for part in container["command"]]
         container["workingDir"] = str(HERE)
         container.setdefault("volumeMounts", []).extend(mounts)
-        container["volumeMounts"] += [
-            {"name": "tmp", "mountPath": "/tmp"},
-            {"name": "shm", "mountPath": "/dev/shm"},
-        ]
+        container["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})
+        container["image"] = host_env_image().ref
         for variable in container.get("env", []):
             # vLLM's CPU build packs its weights away at load time; this test plugin keeps them where they are.
             if variable["name"] == "VLLM_PLUGINS":
-                variable["value"] += ",live_weights"
+                variable["value"] += ",vllm_live_weights"
     return document
 
 
@@ -134,8 +129,7 @@ class Fleet:
         return self.cluster.kubectl("-n", self.namespace, *arguments, input=input, timeout=timeout)
 
     def start(self) -> None:
-        archive, _ = host_env_image()
-        self.cluster.load_image(archive)
+        self.cluster.load_image(host_env_image().archive)
         namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": self.namespace}}
         self.cluster.kubectl("apply", "-f", "-", input=yaml.safe_dump(namespace))
         self.kubectl("apply", "-f", "-", input=yaml.safe_dump_all(self.manifests()))
@@ -153,7 +147,7 @@ class Fleet:
 
     def plain_python_pod(self, *arguments: str) -> dict[str, Any]:
         """Spec of a pod that runs this checkout's Python with these arguments, and nothing of weightsync."""
-        container = {"name": "main", "image": "localhost/host-env:1", "command": ["python", *arguments]}
+        container = {"name": "main", "command": ["python", *arguments]}
         workload = {"spec": {"template": {"spec": {"containers": [container]}}}}
         spec: dict[str, Any] = on_host_python(workload)["spec"]["template"]["spec"]
         return {**spec, "terminationGracePeriodSeconds": 1, "enableServiceLinks": False}
