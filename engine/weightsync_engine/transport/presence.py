@@ -73,8 +73,8 @@ class Presence:
         culprit = self._culprit(rank)
         raise PeerFailure(
             "PeerLate",
-            f"rank {culprit} did not come to step {step} within {seconds:.1f} s: its mover is frozen, starved or cut "
-            "off; it is replaced when its pod's agent kills it",
+            f"rank {culprit} did not come to step {step} within {seconds:.1f} s: its mover is frozen, "
+            "starved or cut off; it is replaced when its pod's agent kills it",
             culprit,
         )
 
@@ -108,13 +108,13 @@ class Presence:
         while rank not in seen:
             seen.add(rank)
             value = self._position(rank)
-            other = value and value["waits_for"]
-            if value is None or other is None or other == self._store.rank:
+            if value is None or value["waits_for"] in (None, self._store.rank):
                 break
+            other = int(value["waits_for"])
             theirs = self._position(other)
             if not value["inside"] and theirs is not None and theirs["next"] >= value["next"]:
                 break  # what it waited for has come: it stands still by itself
-            rank = int(other)
+            rank = other
         return rank
 
     def _position(self, rank: int) -> dict[str, Any] | None:
