@@ -1,0 +1,1 @@
+"""Pure: boxes, meshes, placements, manifests. Values in, values out."""

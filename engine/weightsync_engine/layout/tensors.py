@@ -1,0 +1,121 @@
+"""What a rank holds: how the trainer shards a parameter, and where a checkpoint parameter lands on a worker.
+
+Ranks here are epoch ranks unless said otherwise: trainers `[0, T)`, workers `[T, T + N)`. A trainer's mesh is in
+trainer ranks, which are the same numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .boxes import Box
+
+DTYPE_BYTES: dict[str, int] = {
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+"""Names of torch dtypes (without `torch.`) that can travel, and the bytes of one element."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """An N-D arrangement of ranks, row-major, as `torch.distributed.DeviceMesh`."""
+
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Every rank along this mesh dimension holds the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Tensor dimension `dim` is cut along this mesh dimension as `torch.chunk` cuts it (uneven and empty tails)."""
+
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class StridedShard:
+    """torch's `_StridedShard`: FSDP over TP on the same tensor dimension; `split_factor` is TP's size."""
+
+    dim: int
+    split_factor: int
+
+
+Placement = Replicate | Shard | StridedShard
+
+
+@dataclass(frozen=True, slots=True)
+class SourceParameter:
+    """One checkpoint parameter as the trainer holds it; the same value on every trainer rank."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """Wire dtype: what the snapshot holds, and what must arrive."""
+    mesh: Mesh
+    placements: tuple[Placement, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SlabTensor:
+    """A contiguous tensor inside a rank's slab (snapshot or shadow). `offset` in bytes."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements `box` of checkpoint parameter `name` are held in slab tensor `tensor` at `at` (same shape).
+
+    `box` counts in the whole parameter, `at` in the rank's own slab tensor. The box of a slab tensor that holds a
+    view of a larger live parameter (q inside qkv, gate inside gate_up) starts where that view does.
+    """
+
+    name: str
+    box: Box
+    tensor: str
+    at: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a worker wants a checkpoint parameter to be: its whole shape and the dtype of the live tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class TrainerManifest:
+    """What one trainer rank tells its mover: the sources (equal on all ranks) and its own slab.
+
+    A rank's local shard of parameter p is the slab tensor named p.name (absent where the rank holds nothing of it);
+    which box of p it is follows from mesh and placements.
+    """
+
+    trainer_rank: int
+    sources: tuple[SourceParameter, ...]
+    tensors: dict[str, SlabTensor]
+
+
+@dataclass(frozen=True)
+class WorkerManifest:
+    """What one vLLM worker tells its mover: where each checkpoint parameter lands in its shadow."""
+
+    expected: dict[str, Expected]
+    pieces: tuple[Piece, ...]
+    tensors: dict[str, SlabTensor]
+    unresolved: dict[str, str]
+    """Checkpoint or live names that cannot be written directly, each with the reason."""
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Checkpoint names whose live tensor is another parameter's storage (a tied head): alias -> the name in `pieces`.
+
+    Either name may come from the trainer, and both may; one write covers both. An alias is never missing, and never
+    written beside its name.
+    """

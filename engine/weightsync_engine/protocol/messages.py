@@ -1,0 +1,254 @@
+"""The messages between the operator and the agents: one protocol for both roles.
+
+The operator only ever does two things to an agent: it reads `AgentState` (GET, long poll), and it posts one of
+the `Addressed` requests, each answered at once with the `AgentState` that follows from it. Work goes on behind
+the answer; its outcome is read from a later state. So a lost answer costs nothing: the request is idempotent,
+and the state tells what became of it.
+
+Refusals (HTTP): 401 no valid credential; 409 `Refusal` another process, an older term, epoch or round, or a
+request that does not fit the state; 422 a malformed request. All carry a `Refusal` body.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from .names import PROTOCOL_VERSION
+
+Version = Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$")]
+"""The trainer's name of the weights. A label value, so that it can be shown anywhere in Kubernetes."""
+
+Seconds = Annotated[float, Field(gt=0, le=86400)]
+
+
+class Message(BaseModel):
+    """Base of everything on the wire: frozen, and unknown fields are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Problem(Message):
+    """Why something failed: a CamelCase reason, a sentence that names culprit and remedy, and where it is."""
+
+    reason: Annotated[str, Field(pattern=r"^[A-Z][A-Za-z0-9]{0,63}$")]
+    message: Annotated[str, Field(max_length=1024)]
+    rank: int | None = None
+    """The culprit's rank in the epoch, where one rank is to blame. The operator knows its pod."""
+
+
+class Refusal(Message):
+    """Body of every 4xx answer."""
+
+    reason: str
+    message: str
+
+
+# ---- state -------------------------------------------------------------------------------------------------
+
+
+class EpochPhase(StrEnum):
+    JOINING = "Joining"
+    JOINED = "Joined"
+    """Communicator up, plan computed, its digest agreed with every other rank."""
+    FAILED = "Failed"
+
+
+class RoundPhase(StrEnum):
+    PREPARING = "Preparing"
+    """Trainer: not all local ranks hold the version in their snapshot yet. Inference: the shadow is not free."""
+    READY = "Ready"
+    TRANSFERRING = "Transferring"
+    VERIFIED = "Verified"
+    """All steps done and every digest equal: this pod can commit. On a trainer: all its sends are confirmed."""
+    COMMITTING = "Committing"
+    COMMITTED = "Committed"
+    ABORTED = "Aborted"
+    FAILED = "Failed"
+
+
+class Rendezvous(Message):
+    """Where the epoch's store listens: in the agent that hosts rank 0, on the pod's own address."""
+
+    host: str
+    port: Annotated[int, Field(gt=0, lt=65536)]
+
+
+class PlanSummary(Message):
+    """What `kubectl describe` may show of a plan. Nothing here grows with the model."""
+
+    digest: str
+    parameters: int
+    direct: int
+    fallback: int
+    bytes_total: int
+    """Bytes that all ranks together receive in a round."""
+    steps: int
+    reasons: Annotated[tuple[str, ...], Field(max_length=8)] = ()
+    """The first reasons for parameters that are not direct."""
+
+
+class EpochState(Message):
+    term: int
+    epoch: int
+    phase: EpochPhase
+    rendezvous: Rendezvous | None = None
+    """Only on the lead: set as soon as the store listens."""
+    plan: PlanSummary | None = None
+    problem: Problem | None = None
+
+
+class RoundState(Message):
+    epoch: int
+    round: int
+    version: Version
+    phase: RoundPhase
+    bytes_done: int = 0
+    """Bytes that this pod's ranks have received (inference) or sent (trainer) so far."""
+    bytes_total: int = 0
+    seconds: float | None = None
+    """Duration of the transfer, verification included, once it has ended."""
+    problem: Problem | None = None
+
+
+class Published(Message):
+    version: Version
+    sequence: int
+    """1, 2, 3, ... within one run of the trainer."""
+
+
+class TrainerFacts(Message):
+    run_id: str
+    """Random, drawn by rank 0 when the publisher is made and shared by all trainer ranks."""
+    ranks: tuple[int, ...]
+    """The trainer's global ranks in this pod, ascending."""
+    world_size: int
+    published: Published | None = None
+    """The newest version that all ranks of this pod hold in their snapshot."""
+    committed: Version | None = None
+
+
+class InferenceFacts(Message):
+    workers: int
+    """Ranks that this pod takes in an epoch: its vLLM workers."""
+    live_version: Version | None = None
+    """What the workers hold. None: the weights that vLLM loaded at its start. A fact of the workers, not the agent."""
+    torn: bool = False
+    """The live weights are of no one version."""
+    serving: bool = False
+    """The guard lets generation through."""
+    closed_because: str = ""
+    """What /readyz waits for, in words, while not serving."""
+
+
+class AgentState(Message):
+    protocol: int = PROTOCOL_VERSION
+    role: Literal["trainer", "inference"]
+    boot_id: Annotated[str, Field(min_length=8, max_length=64)]
+    """Random; another one means another process, which knows nothing of what the former was told."""
+    pod_name: str
+    pod_uid: str | None = None
+    revision: int
+    """Grows with every change of this state: what the long poll waits for."""
+    trainer: TrainerFacts | None = None
+    inference: InferenceFacts | None = None
+    epoch: EpochState | None = None
+    round: RoundState | None = None
+    """The newest round of that epoch."""
+    problem: Problem | None = None
+    """Why this pod cannot take part at all, for example a vLLM server started without the backend."""
+
+
+# ---- requests ----------------------------------------------------------------------------------------------
+
+
+class Addressed(Message):
+    """What every request carries: for which process, of which object, by which operator start."""
+
+    protocol: int = PROTOCOL_VERSION
+    boot_id: str
+    object_uid: Annotated[str, Field(min_length=1, max_length=64)]
+    term: Annotated[int, Field(ge=1)]
+
+
+class JoinEpoch(Addressed):
+    """Take ranks `[first_rank, first_rank + own ranks)` of a new epoch. Drops any older one."""
+
+    epoch: Annotated[int, Field(ge=1)]
+    first_rank: Annotated[int, Field(ge=0, le=65535)]
+    world_size: Annotated[int, Field(ge=2, le=65536)]
+    trainer_ranks: Annotated[int, Field(ge=1, le=65535)]
+    rendezvous: Rendezvous | None = None
+    """None for the lead alone, which opens the store and reports where it listens."""
+    key: Annotated[str, Field(min_length=32, max_length=128, repr=False)]
+    """Secret of the epoch: authenticates ranks in the store and agents to each other."""
+    lead_agent: Rendezvous
+    """The lead's agent, for a verified pod that has heard nothing of the decision."""
+    transport: Literal["auto", "gloo", "nccl_m2n", "nccl_p2p"] = "auto"
+    deadline_seconds: Seconds
+
+
+class Prepare(Addressed):
+    epoch: int
+    round: Annotated[int, Field(ge=1)]
+    version: Version
+    deadline_seconds: Seconds
+    decide_by_seconds: Seconds
+    """A verified pod that has heard no decision this long after Prepare asks the lead's agent, then fences itself."""
+
+
+class Transfer(Addressed):
+    epoch: int
+    round: int
+    deadline_seconds: Seconds
+
+
+class Commit(Addressed):
+    """The decision, recorded in the object before this was sent: make the version live (trainer: mirror it)."""
+
+    epoch: int
+    round: int
+    version: Version
+    deadline_seconds: Seconds
+
+
+class Abort(Addressed):
+    epoch: int
+    round: int
+    problem: Problem
+    final: bool = False
+    """The version is given up: no further round will try it, and whoever waits for it in the trainer is told so."""
+
+
+class Admit(Addressed):
+    """The operator's word that `version` is what the fleet serves: the agent opens its guard if it is live here."""
+
+    version: Version | None
+    """None: the weights that vLLM loaded are good enough, as no version has been committed yet."""
+
+
+class Fence(Addressed):
+    """Close the guard: this pod is out of sync with the fleet."""
+
+    problem: Problem
+
+
+class Leave(Addressed):
+    """Forget the epoch; go on serving as you are."""
+
+    epoch: int
+
+
+REQUESTS: dict[str, type[Addressed]] = {
+    "join": JoinEpoch,
+    "prepare": Prepare,
+    "transfer": Transfer,
+    "commit": Commit,
+    "abort": Abort,
+    "admit": Admit,
+    "fence": Fence,
+    "leave": Leave,
+}
+"""Last part of the route `ROUTE_PREFIX + name` -> the request it takes."""

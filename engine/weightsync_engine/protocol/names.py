@@ -1,0 +1,51 @@
+"""Every label, route, header, port and environment variable that operator, agents and users share."""
+
+PROTOCOL_VERSION = 1
+"""Raised by every change that an older operator or agent would misread. Unlike versions never talk."""
+
+GROUP = "weightsync.dev"
+
+LABEL_SYNC = f"{GROUP}/sync"
+"""Pod label: the name of the WeightSync object, in the pod's namespace, that the pod belongs to."""
+LABEL_ROLE = f"{GROUP}/role"
+"""Pod label: `trainer` or `inference`."""
+GATE_IN_SYNC = f"{GROUP}/in-sync"
+"""Pod condition and readiness gate that carries what only the operator knows."""
+
+ROLE_TRAINER = "trainer"
+ROLE_INFERENCE = "inference"
+
+CONTAINER_PORT_NAME = "weightsync"
+"""Name of the container port on which a pod's agent answers, where it is not the default of the role."""
+DEFAULT_TRAINER_PORT = 7077
+DEFAULT_INFERENCE_PORT = 8000
+"""vLLM's own port: in a vLLM pod the agent is a set of routes of the vLLM server."""
+
+ROUTE_READY = "/readyz"
+ROUTE_STATE = "/weightsync/v1/state"
+ROUTE_DECISION = "/weightsync/v1/decision"
+ROUTE_PREFIX = "/weightsync/v1/"
+
+ENV_POD_NAME = "WEIGHTSYNC_POD_NAME"
+"""Optional, by the downward API; default: the host name."""
+ENV_POD_UID = "WEIGHTSYNC_POD_UID"
+"""Optional, by the downward API; lets the operator tell a pod from its successor on the same address."""
+ENV_POD_IP = "WEIGHTSYNC_POD_IP"
+"""Optional, by the downward API; default: the address that the host name resolves to."""
+ENV_NAMESPACE = "WEIGHTSYNC_NAMESPACE"
+"""Optional; default: the namespace of the pod's service account."""
+ENV_NAME = "WEIGHTSYNC_NAME"
+"""Optional; the one WeightSync object whose operator tokens the agent accepts. Default: any of the namespace."""
+ENV_OPERATOR = "WEIGHTSYNC_OPERATOR"
+"""Optional; the operator's service account as `namespace:name`. Default: DEFAULT_OPERATOR."""
+ENV_JWKS = "WEIGHTSYNC_JWKS"
+"""Optional; file or https address of the cluster's public keys. Default: the API server's /openid/v1/jwks."""
+ENV_PORT = "WEIGHTSYNC_PORT"
+"""Optional; the port of a trainer pod's agent. Default: DEFAULT_TRAINER_PORT."""
+
+DEFAULT_OPERATOR = "weightsync-system:weightsync-operator"
+
+
+def audience(namespace: str, name: str) -> str:
+    """The audience of the operator's token for one WeightSync object."""
+    return f"{GROUP}/{namespace}/{name}"
