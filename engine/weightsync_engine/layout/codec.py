@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from typing import Any
@@ -30,12 +31,8 @@ def decode_trainer(data: bytes) -> TrainerManifest:
 
 def encode_worker(manifest: WorkerManifest) -> bytes:
     """Pieces are put in order of name and box: their order carries no meaning."""
-    ordered = WorkerManifest(
-        manifest.expected,
-        tuple(sorted(manifest.pieces, key=lambda p: (p.name, p.box, p.tensor, p.at))),
-        manifest.tensors,
-        manifest.unresolved,
-    )
+    pieces = sorted(manifest.pieces, key=lambda p: (p.name, p.box, p.tensor, p.at))
+    ordered = dataclasses.replace(manifest, pieces=tuple(pieces))
     return _canonical(_WORKER.dump_python(ordered, mode="json"))
 
 

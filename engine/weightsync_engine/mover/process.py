@@ -41,7 +41,8 @@ from ..protocol.mover import (
     MoverState,
     MoverTransfer,
 )
-from .epoch import Epoch, Failure
+from ..transport.base import Failure
+from .epoch import Epoch
 from .slab import Slab
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,8 @@ LEAVE_SECONDS = 2.0
 """How long the process stays after its parent has let go; a child that vanishes at once upsets vLLM's
 shutdown."""
 PROGRESS_SECONDS = 0.05
+OVERDUE_SECONDS = 2.0
+"""How long after its deadline work that does not end is reported as stuck."""
 _REQUEST: TypeAdapter[MoverRequest] = TypeAdapter(MoverRequest)
 _LINE_LIMIT = 1 << 20
 
@@ -90,10 +93,10 @@ class Mover:
             mover_id=uuid.uuid4().hex, pid=os.getpid(), local_rank=config.local_rank, snapshot=snapshot
         )
         self._lock = threading.RLock()
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._last_work = threading.Event()
+        self._last_work.set()
         self._epoch: Epoch | None = None  # the one that the state speaks of; touched under the lock
         self._pushed = 0.0
-        threading.Thread(target=self._work, name="work", daemon=True).start()
 
     @property
     def state(self) -> MoverState:
@@ -123,12 +126,38 @@ class Mover:
                 self._set(epoch=None, round=None)
 
     def _drop(self) -> None:
-        """Let go of the current epoch: its waits end at once, what it holds is freed by the working
-        thread."""
+        """Let go of the current epoch: its waits end soon, and what it holds is freed behind the last of its
+        work."""
         if self._epoch is not None:
             self._epoch.cancel()
-            self._jobs.put(self._epoch.close)
+            self._start(self._epoch.close, 0.0, None)
             self._epoch = None
+
+    def _start(self, work: Callable[[], None], seconds: float, overdue: Callable[[], None] | None) -> None:
+        """Do `work` in a thread of its own, after all earlier work; call `overdue` if it is not done in time.
+
+        A thread of its own, because earlier work may hang for ever in a store or a socket that is frozen;
+        what waits for it says so at its own deadline, and the driver then kills this process.
+        """
+        before, done = self._last_work, threading.Event()
+        self._last_work = done
+
+        def run() -> None:
+            before.wait()
+            try:
+                work()
+            except Exception:
+                log.exception("the mover's work failed")
+            finally:
+                done.set()
+
+        def watch() -> None:
+            if overdue is not None and not done.wait(seconds):
+                overdue()
+
+        threading.Thread(target=run, name="work", daemon=True).start()
+        if overdue is not None:
+            threading.Thread(target=watch, name="watch", daemon=True).start()
 
     def _join(self, request: MoverJoin) -> None:
         old = self._state.epoch
@@ -150,7 +179,8 @@ class Mover:
         )
         epoch = Epoch(request, self.config.manifest, self.slab)
         self._epoch = epoch
-        self._jobs.put(lambda: self._run_join(epoch))
+        limit = request.deadline_seconds + OVERDUE_SECONDS
+        self._start(lambda: self._run_join(epoch), limit, lambda: self._epoch_failed(epoch, _overdue("join")))
 
     def _run_join(self, epoch: Epoch) -> None:
         if epoch.cancelled:
@@ -169,7 +199,11 @@ class Mover:
     def _epoch_failed(self, epoch: Epoch, error: BaseException) -> None:
         with self._lock:
             if self._epoch is epoch and self._state.epoch is not None:
-                log.warning("epoch %d failed", epoch.request.epoch, exc_info=not isinstance(error, Failure))
+                log.warning(
+                    "epoch %d failed: %s", epoch.request.epoch, error, exc_info=not isinstance(error, Failure)
+                )
+                if self._state.epoch.phase == EpochPhase.FAILED:
+                    return
                 failed = {"phase": EpochPhase.FAILED, "problem": problem_of(error)}
                 self._set(epoch=self._state.epoch.model_copy(update=failed))
 
@@ -195,7 +229,10 @@ class Mover:
             self._set(round=first.model_copy(update={"phase": RoundPhase.FAILED, "problem": problem}))
             return
         self._set(round=first)
-        self._jobs.put(lambda: self._run_transfer(epoch, request))
+        limit = request.deadline_seconds + OVERDUE_SECONDS
+        self._start(
+            lambda: self._run_transfer(epoch, request), limit, lambda: self._transfer_overdue(epoch, request)
+        )
 
     def _run_transfer(self, epoch: Epoch, request: MoverTransfer) -> None:
         if epoch.cancelled:
@@ -206,31 +243,38 @@ class Mover:
             epoch.transfer(request, lambda **now: self._progress(epoch, request, now))
             changes = {"phase": RoundPhase.VERIFIED}
         except BaseException as e:
-            log.warning("round %d failed", request.round, exc_info=not isinstance(e, Failure))
+            log.warning("round %d failed: %s", request.round, e, exc_info=not isinstance(e, Failure))
             changes = {"phase": RoundPhase.FAILED, "problem": problem_of(e)}
             if not epoch.usable:
                 self._epoch_failed(epoch, e)
         changes["seconds"] = time.monotonic() - started
-        self._progress(epoch, request, {**epoch.progress, **changes}, force=True)
+        self._round_changed(epoch, request, {**epoch.progress, **changes})
 
-    def _progress(
-        self, epoch: Epoch, request: MoverTransfer, now: dict[str, Any], force: bool = False
-    ) -> None:
-        if not force and time.monotonic() - self._pushed < PROGRESS_SECONDS:
-            return
-        self._pushed = time.monotonic()
+    def _transfer_overdue(self, epoch: Epoch, request: MoverTransfer) -> None:
+        error = _overdue("transfer")
+        self._epoch_failed(epoch, error)
+        self._round_changed(epoch, request, {"phase": RoundPhase.FAILED, "problem": problem_of(error)})
+
+    def _progress(self, epoch: Epoch, request: MoverTransfer, now: dict[str, Any]) -> None:
+        if time.monotonic() - self._pushed >= PROGRESS_SECONDS:
+            self._pushed = time.monotonic()
+            self._round_changed(epoch, request, now)
+
+    def _round_changed(self, epoch: Epoch, request: MoverTransfer, changes: dict[str, Any]) -> None:
+        """Change the round's state, unless it has ended or the epoch is no longer this one."""
         with self._lock:
-            current = self._state.round
-            if self._epoch is epoch and current is not None and current.round == request.round:
-                self._set(round=current.model_copy(update=now))
+            now = self._state.round
+            if self._epoch is not epoch or now is None or now.round != request.round:
+                return
+            if now.phase == RoundPhase.TRANSFERRING:
+                self._set(round=now.model_copy(update=changes))
 
-    def _work(self) -> None:
-        while True:
-            job = self._jobs.get()
-            try:
-                job()
-            except Exception:
-                log.exception("the mover's work failed")
+
+def _overdue(what: str) -> Failure:
+    return Failure(
+        "MoverStuck",
+        f"the mover's {what} did not end by its deadline: the epoch's store or a peer is frozen; kill it",
+    )
 
 
 class _Server:
