@@ -146,22 +146,25 @@ class AgentCore:
 
     @property
     def serving(self) -> bool:
-        """Whether generation may pass (inference)."""
-        return self.session.guard.open and self.problem is None and not self._closed
+        """Whether generation may pass (inference). A server that cannot take part may serve what it loaded, if the
+        operator admits that; it is never ready."""
+        return self.session.guard.open and not self._closed
 
     @property
     def closed_because(self) -> str:
         """What is waited for, in words, while not serving."""
-        if self.serving:
-            return ""
         if self.problem is not None:
             return self.problem.message
+        if self.serving:
+            return ""
         return "the agent is closing" if self._closed else self.session.guard.because
 
     @property
     def ready(self) -> bool:
         """What /readyz says: inference serves; a trainer's agent is alive."""
-        return self.serving if self.session.pod.role == "inference" else not self._closed
+        if self.session.pod.role != "inference":
+            return not self._closed
+        return self.serving and self.problem is None
 
     @property
     def problem(self) -> Problem | None:
@@ -170,7 +173,7 @@ class AgentCore:
     def _state(self) -> AgentState:
         state = machine.agent_state(self.session, self.revision, self.problem)
         if state.inference is not None and self._server is not None and self._server.problem is not None:
-            facts = {"serving": False, "closed_because": self._server.problem.message}
+            facts = {"closed_because": self._server.problem.message}
             return state.model_copy(update={"inference": state.inference.model_copy(update=facts)})
         return state
 

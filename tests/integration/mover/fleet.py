@@ -146,10 +146,12 @@ class Fleet:
             }  # fmt: skip
             m.client.send(MoverJoin(**{**fields, **changed.get(f"rank_{m.rank}", {})}))
         return await self.each(
-            lambda s: s is not None
-            and s.epoch is not None
-            and s.epoch.epoch == self.epoch
-            and s.epoch.phase != EpochPhase.JOINING,
+            lambda s: (
+                s is not None
+                and s.epoch is not None
+                and s.epoch.epoch == self.epoch
+                and s.epoch.phase != EpochPhase.JOINING
+            ),
             deadline + 5,
             lambda s: s.epoch.phase == want,
         )
@@ -165,7 +167,9 @@ class Fleet:
         self.sequence = sequence or self.sequence + 1
         generator = torch.Generator().manual_seed(self.sequence)
         self.values = {
-            n: torch.randint(-(1 << 15), 1 << 15, s, generator=generator, dtype=torch.int16).view(torch.bfloat16)
+            n: torch.randint(-(1 << 15), 1 << 15, s, generator=generator, dtype=torch.int16).view(
+                torch.bfloat16
+            )
             for n, s in shapes(self.layers).items()
         }
         for m in (self.members[r] for r in ranks):
@@ -183,7 +187,9 @@ class Fleet:
         for m in self.members:
             if m.client.state is not None:
                 m.client.send(
-                    MoverTransfer(epoch=self.epoch, round=self.round, version=version, deadline_seconds=deadline)
+                    MoverTransfer(
+                        epoch=self.epoch, round=self.round, version=version, deadline_seconds=deadline
+                    )
                 )
 
     def ended(self, state: MoverState | None) -> bool:
@@ -194,7 +200,9 @@ class Fleet:
             and state.round.phase != RoundPhase.TRANSFERRING
         )
 
-    async def transferred(self, timeout: float = 25.0, want=RoundPhase.VERIFIED, members=None) -> list[MoverState]:
+    async def transferred(
+        self, timeout: float = 25.0, want=RoundPhase.VERIFIED, members=None
+    ) -> list[MoverState]:
         return await self.each(self.ended, timeout, lambda s: s.round.phase == want, members)
 
     async def new_mover(self, member: Member, old_id: str) -> MoverState:
