@@ -149,7 +149,7 @@ class AgentCore:
     def serving(self) -> bool:
         """Whether generation may pass (inference).
 
-        A server that cannot take part may serve what it loaded, if the operator admits that; it is never ready.
+        A server that cannot take part may serve what it loaded, if the operator admits that; it is not ready.
         """
         return self.session.guard.open and not self._closed
 
