@@ -89,6 +89,8 @@ async def serve(config: AgentConfig) -> None:
             log_config=None,
             limit_concurrency=256,
             timeout_graceful_shutdown=2,
+            # Longer than a long poll: uvicorn's 5 s would cut connections that the operator is about to use again.
+            timeout_keep_alive=75,
         )
     )
     await core.start()

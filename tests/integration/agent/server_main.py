@@ -101,7 +101,7 @@ async def main() -> None:
     )
     sock = listen("127.0.0.1", 0)
     app = Starlette(routes=list(routes(core, TokenVerifier.from_environment())))
-    http = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, access_log=False))
+    http = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, timeout_keep_alive=75))
     await core.start()
     serving = asyncio.create_task(http.serve(sockets=[sock]))
     print(json.dumps({"port": sock.getsockname()[1], "pid": os.getpid()}), flush=True)
