@@ -89,7 +89,7 @@ async def serve(config: AgentConfig) -> None:
             log_config=None,
             limit_concurrency=256,
             timeout_graceful_shutdown=2,
-            # Longer than a long poll: uvicorn's 5 s would cut connections that the operator is about to use again.
+            # Longer than a long poll: after its default of 5 s uvicorn cuts connections that are used again.
             timeout_keep_alive=75,
         )
     )
