@@ -22,6 +22,8 @@ from weightsync_engine.agent.supervisor import AgentSupervisor
 from weightsync_engine.protocol.messages import Rendezvous
 from weightsync_engine.protocol.session import AskDecision
 
+pytestmark = pytest.mark.timeout(600)  # on a busy machine the imports of one process alone may take a minute
+
 
 def until(true: Callable[[], Any], seconds: float = 30) -> Any:
     """Poll until it holds; what it said then."""
