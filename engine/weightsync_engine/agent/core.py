@@ -30,7 +30,8 @@ LIVE_SECONDS = 10.0
 """Deadline of that question."""
 FLIP_GRACE_SECONDS = 5.0
 """Beyond the flip's own deadline, before the agent stops waiting for the server."""
-STORE_SECONDS = 30.0
+STORE_SECONDS = 120.0
+"""Upper bound on opening a store, imports included; the epoch's own deadline ends it earlier."""
 ASK_SECONDS = 5.0
 PROGRESS_SECONDS = 1.0
 """Progress alone wakes long polls at most this often."""
@@ -146,8 +147,10 @@ class AgentCore:
 
     @property
     def serving(self) -> bool:
-        """Whether generation may pass (inference). A server that cannot take part may serve what it loaded, if the
-        operator admits that; it is never ready."""
+        """Whether generation may pass (inference).
+
+        A server that cannot take part may serve what it loaded, if the operator admits that; it is not ready.
+        """
         return self.session.guard.open and not self._closed
 
     @property

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import os
 import shutil
 import socket
 import sys
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -33,6 +35,7 @@ PARENT_SECONDS = 1.0
 MOVERS_LEAVE_SECONDS = 6.0
 """How long the agent waits for the movers to leave, before it removes the folder of their sockets."""
 CONFIG_LIMIT = 1 << 20
+STORE_MODULE = "weightsync_engine.transport.store"
 
 
 class EpochStore:
@@ -86,9 +89,14 @@ async def serve(config: AgentConfig) -> None:
             log_config=None,
             limit_concurrency=256,
             timeout_graceful_shutdown=2,
+            # Longer than a long poll: after its default of 5 s uvicorn cuts connections that are used again.
+            timeout_keep_alive=75,
         )
     )
     await core.start()
+    if pod.lead:
+        # Imports torch while there is time, not when an epoch waits for it.
+        threading.Thread(target=importlib.import_module, args=(STORE_MODULE,), daemon=True).start()
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     ended = asyncio.create_task(_parent_gone(config.parent))
     try:
@@ -149,7 +157,8 @@ def main() -> int:
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s weightsync agent %(levelname)s %(message)s"
     )
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    for noisy in ("httpx", "uvicorn"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
         config = AgentConfig.model_validate_json(_read_line())
     except ValidationError as e:

@@ -17,7 +17,12 @@ import pytest
 from tests.integration.agent.tokens import Cluster
 
 from weightsync_engine.agent.config import AgentConfig
+from weightsync_engine.agent.decision import ask_decision
 from weightsync_engine.agent.supervisor import AgentSupervisor
+from weightsync_engine.protocol.messages import Rendezvous
+from weightsync_engine.protocol.session import AskDecision
+
+pytestmark = pytest.mark.timeout(600)  # on a busy machine the imports of one process alone may take a minute
 
 
 def until(true: Callable[[], Any], seconds: float = 30) -> Any:
@@ -154,6 +159,23 @@ def test_the_lead_opens_the_store_on_the_pods_own_address_alone(
         "leave", {"boot_id": http.state()["boot_id"], "object_uid": "uid-1", "term": 1, "epoch": 1}
     )
     until(lambda: port not in [f":{w.split()[1].split(':')[1]}" for w in _listening()])
+
+
+async def test_a_verified_pod_learns_the_decision_from_the_lead_over_http(
+    agent: AgentSupervisor, cluster: Cluster
+) -> None:
+    http = Http(agent, cluster.token())
+    state = http.state()
+    assert http.post("join", join(state)).status_code == 200
+    assert agent.port is not None
+    lead = Rendezvous(host="127.0.0.1", port=agent.port)
+    ask = AskDecision(lead, "uid-1", 1, 1, "k" * 32)
+    assert await ask_decision(ask, 10) == "unknown"
+    abort = {"boot_id": state["boot_id"], "object_uid": "uid-1", "term": 1, "epoch": 1, "round": 1}
+    assert http.post("abort", {**abort, "problem": {"reason": "Drill", "message": ""}}).status_code == 200
+    assert await ask_decision(ask, 10) == "unknown"  # a round that it never knew: it does not guess
+    with pytest.raises(ValueError, match="401"):
+        await ask_decision(AskDecision(lead, "uid-1", 1, 1, "x" * 32), 10)
 
 
 def _listening() -> list[str]:

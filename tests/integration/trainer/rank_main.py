@@ -224,7 +224,7 @@ def busy() -> None:
     from weightsync_engine.protocol.mover import MoverOutcome
 
     rank = dist.get_rank()
-    publisher = Publisher([("a", torch.ones(8))], timeout=20)
+    publisher = Publisher([("a", torch.ones(8))], timeout=100)
     first = publisher.publish("v1")
     replaced = publisher.publish("v2")
     said: dict[str, Any] = {"replaced": [first.state, caught(lambda: first.wait(1))]}
@@ -255,7 +255,7 @@ def busy() -> None:
 
 def absent() -> None:
     """Rank 1 does not come to publish."""
-    publisher = Publisher([("a", torch.ones(8))], timeout=20)
+    publisher = Publisher([("a", torch.ones(8))], timeout=100)
     publisher._timeout = 2.0
     if dist.get_rank() == 1:
         wait_for_go()
@@ -277,6 +277,7 @@ def serve() -> None:
             "run_dir": str(publisher._mover.socket_path.parent),
             "mover": publisher._mover.pid,
             "agent": publisher._agent.pid if publisher._agent else None,
+            "shapes": {h.name: list(h.tensor.shape) for h in publisher._sources.held()},
         }
     )
     handles = {}

@@ -93,18 +93,18 @@ async def test_readyz_needs_no_credential_and_says_what_is_waited_for(face: Face
     assert (await face.http.get("/readyz")).status_code == 200
 
 
-async def test_a_server_with_a_problem_is_not_ready_and_says_which(face: Face) -> None:
+async def test_a_server_with_a_problem_serves_on_but_is_not_ready_and_says_why(face: Face) -> None:
     await face.post("admit", face.who(version=None))
     assert face.server is not None
     face.server.problem = Problem(reason="NoBackend", message="vLLM runs without the backend weightsync")
     answer = await face.http.get("/readyz")
-    assert (answer.status_code, face.core.serving) == (503, False)
+    assert (answer.status_code, face.core.serving) == (503, True)
     assert "without the backend" in answer.json()["waiting_for"]
     state = AgentState.model_validate_json(
         (await face.http.get("/weightsync/v1/state", headers=face.auth)).content
     )
     assert state.problem == face.server.problem
-    assert state.inference is not None and not state.inference.serving
+    assert state.inference is not None and "without the backend" in state.inference.closed_because
 
 
 async def test_a_trainers_agent_is_ready_while_it_lives(lead: Face) -> None:

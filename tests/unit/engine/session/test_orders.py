@@ -116,8 +116,10 @@ def mover_reports(draw: st.DrawFn) -> MoverReported:
 
 @st.composite
 def good_movers(draw: st.DrawFn) -> str:
-    """Stands for: both movers do as they were told."""
-    return draw(st.sampled_from(["obey", "obey", "flip", "flip", "flip-fails", "flip-tears", "asked"]))
+    """What the rest of the world may do next: obey, the operator's natural next step, or fail."""
+    return draw(
+        st.sampled_from(["obey", "next", "next", "next", "flip", "flip-fails", "flip-tears", "asked"])
+    )
 
 
 def events(trainer: bool) -> st.SearchStrategy[Any]:
@@ -151,6 +153,8 @@ class World:
         for effect in effects:
             if isinstance(effect, Flip):
                 assert self.flip is None, "two flips at once"
+                assert before.round is not None, "a flip without a round"
+                assert before.round.phase in (RoundPhase.VERIFIED, RoundPhase.COMMITTING), "not verified"
                 assert (effect.epoch, effect.round) in self.told, "a flip without a decision"
                 self.flip = effect
             if isinstance(effect, AskDecision):
@@ -177,6 +181,8 @@ class World:
             assert due is None or due > self.now, "a deadline that has passed and is still waited for"
         elif step == "obey":
             self.obey()
+        elif step == "next":
+            self.step(self.next_request())
         elif step in ("flip", "flip-fails", "flip-tears"):
             self.end_flip(step)
         elif step == "asked":
@@ -188,6 +194,41 @@ class World:
                 self.event(DecisionLearnt(ask.epoch, ask.round, "committed" if committed else "unknown"))
         else:
             self.event(step)
+
+    def next_request(self) -> Addressed:
+        """What an operator would ask for now."""
+        session = self.session
+        who = {"boot_id": BOOT, "object_uid": session.object_uid or "uid-1", "term": max(session.term, 1)}
+        trainer, epoch, round_ = session.pod.role == "trainer", session.epoch, session.round
+        if epoch is None or epoch.phase is EpochPhase.FAILED:
+            return JoinEpoch(
+                **who,
+                epoch=session.last_epoch + 1,
+                first_rank=0 if trainer else 2,
+                world_size=4,
+                trainer_ranks=2,
+                rendezvous=None if trainer else STORE,
+                key="k" * 32,
+                lead_agent=STORE,
+                deadline_seconds=5,
+            )
+        number = epoch.request.epoch
+        if round_ is None or round_.phase in FINAL:
+            if not trainer and not session.guard.open and self.now == int(self.now):
+                return Admit(**who, version=session.live)
+            following = max(epoch.round_floor, round_.round if round_ else 0) + 1
+            return Prepare(
+                **who,
+                epoch=number,
+                round=following,
+                version=version_of(number, following),
+                deadline_seconds=5,
+                decide_by_seconds=9,
+            )
+        if round_.phase is RoundPhase.READY:
+            return Transfer(**who, epoch=number, round=round_.round, deadline_seconds=5)
+        version = version_of(number, round_.round)
+        return Commit(**who, epoch=number, round=round_.round, version=version, deadline_seconds=5)
 
     def obey(self) -> None:
         epoch, round_ = self.session.epoch, self.session.round
