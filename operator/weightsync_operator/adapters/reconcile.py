@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import logging
 import secrets
@@ -73,7 +74,7 @@ class Reconciler:
         keeps that write from being done any later, and what it may have done already is read here.
         """
         raw = await self._read()
-        status = raw.get("status", {})
+        status = raw.get("status") or {}
         facts = Facts.model_validate(status)
         facts = facts.model_copy(update={"term": facts.term + 1})
         await self._kube.apply_status(
@@ -235,6 +236,9 @@ class Reconciler:
                 self._namespace, self._name, self._uid, wanted, names.MANAGER_STATUS
             )
         except (KubeError, KubeUnavailable) as error:
+            if isinstance(error, KubeError) and error.status in (404, 409):
+                with contextlib.suppress(KubeError, KubeUnavailable):
+                    await self._read()  # raises ObjectGone if that is why
             _LOG.warning("%s/%s: cannot write the status: %s", self._namespace, self._name, error)
             return False
         self._reported, self._reported_at = wanted, self._clock()
