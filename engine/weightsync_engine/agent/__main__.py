@@ -1,0 +1,3 @@
+from weightsync_engine.agent.process import main
+
+raise SystemExit(main())

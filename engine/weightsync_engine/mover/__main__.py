@@ -1,0 +1,3 @@
+from weightsync_engine.mover.process import main
+
+raise SystemExit(main())

@@ -1,0 +1,77 @@
+"""The checkpoint that a vLLM server loaded its weights from: names, shapes, and samples of values.
+
+Only safetensors files of a local folder (or of the local Hugging Face cache) are read; headers and single rows, so
+that it takes milliseconds. Everything else counts as "no checkpoint to compare with", with the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ..layout.boxes import Box
+
+
+class NoCheckpoint(Exception):
+    """There is nothing to compare with; the text says why."""
+
+
+class Checkpoint:
+    """Opened safetensors files. A context manager."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self._stack = contextlib.ExitStack()
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._files: dict[str, safe_open] = {}
+        try:
+            for file in files:
+                opened = self._stack.enter_context(safe_open(file, framework="pt"))
+                for name in opened.keys():  # noqa: SIM118 - not a mapping
+                    self.shapes[name] = tuple(opened.get_slice(name).get_shape())
+                    self._files[name] = opened
+        except (OSError, SafetensorError) as e:
+            self._stack.close()
+            raise NoCheckpoint(f"{file} cannot be read: {e}") from e
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._stack.close()
+
+    def sample(self, name: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
+        """The first and the last row of a box of a parameter: each with its own box, in the checkpoint's dtype."""
+        if not box.shape:
+            yield box, self._files[name].get_tensor(name)
+            return
+        rows = self._files[name].get_slice(name)
+        for row in sorted({box.start[0], box.stop[0] - 1}):
+            one = Box((row, *box.start[1:]), (1, *box.shape[1:]))
+            index = tuple(slice(a, b) for a, b in zip(one.start, one.stop, strict=True))
+            yield one, rows[index]
+
+
+def open_checkpoint(model: str, revision: str | None, load_format: str) -> Checkpoint:
+    """The files that vLLM loaded `model` from. Raises `NoCheckpoint`."""
+    if load_format not in ("auto", "safetensors", "hf", "fastsafetensors"):
+        raise NoCheckpoint(f"the weights were loaded with --load-format {load_format}")
+    folder = Path(model)
+    if not folder.is_dir():
+        try:
+            from huggingface_hub import snapshot_download
+
+            folder = Path(snapshot_download(model, revision=revision, local_files_only=True))
+        except Exception as e:
+            raise NoCheckpoint(f"no local files of {model}: {e}") from e
+    files = sorted(f for f in folder.glob("*.safetensors") if not f.name.startswith("consolidated"))
+    if not files:
+        raise NoCheckpoint(f"{folder} has no safetensors files")
+    return Checkpoint(files)

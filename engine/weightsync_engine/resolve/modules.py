@@ -1,0 +1,244 @@
+"""Reads a live vLLM model: what each module says about its own parameters.
+
+Everything comes from the module that owns the parameter: its loader (which must be one whose arithmetic is known
+here, bound to that very module), its own tensor-parallel size and rank, its partition sizes. Nothing is inferred
+from the name of a model or from shapes alone; shapes only confirm.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..layout.tensors import DTYPE_BYTES
+from .names import NameRules
+from .placement import LiveTensor
+from .shards import Run, Unresolvable, even, merged, qkv, vocabulary
+
+EMPTY = (
+    "its live tensor is empty: this build of vLLM keeps a packed copy of the weights in place of them, which cannot "
+    "be updated; serve on a GPU, or with a build that keeps weights as they are"
+)
+_QUANTISED = ("packed_dim", "packed_factor", "marlin_tile_size")
+_TRANSFORMED = ("needs_scalar_to_array", "is_sharded_weight", "is_transposed", "use_bitsandbytes_4bit")
+_DERIVED = ("W_UK_T_dcp_qrep", "_cpu_unpacked_conv_weight")
+_PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.float32` -> `float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def name_rules(model: nn.Module) -> NameRules:
+    """What the model declares about names: `packed_modules_mapping` and `hf_to_vllm_mapper`."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    packed = {
+        key: tuple(value) for key, value in dict(getattr(model, "packed_modules_mapping", None) or {}).items()
+    }
+    if mapper is None:
+        return NameRules(packed)
+    stacked: dict[str, dict[Any, str]] = {}
+    for old, (new, shard) in dict(getattr(mapper, "orig_to_new_stacked", {})).items():
+        for one in shard if isinstance(shard, (list, tuple)) else (shard,):
+            stacked.setdefault(new.strip("."), {})[one] = old.strip(".")
+    for key, shards in stacked.items():
+        order = ("q", "k", "v") if set(shards) == {"q", "k", "v"} else tuple(range(len(shards)))
+        if set(order) == set(shards):
+            packed.setdefault(key, tuple(shards[shard] for shard in order))
+    plain = dataclasses.replace(mapper, orig_to_new_stacked={})
+
+    def kept(rules: Any) -> dict[str, str]:
+        return {old: new for old, new in dict(rules or {}).items() if new is not None}
+
+    return NameRules(
+        packed,
+        plain.map_name,
+        kept(getattr(mapper, "orig_to_new_prefix", None)),
+        kept(getattr(mapper, "orig_to_new_substr", None)),
+        kept(getattr(mapper, "orig_to_new_suffix", None)),
+    )
+
+
+def read_model(model: nn.Module) -> Iterator[tuple[LiveTensor, torch.Tensor]]:
+    """Every parameter of the model with its description, tied ones under each of their names.
+
+    A description that cannot be written directly carries its problem; nothing raises.
+    """
+    for path, module in model.named_modules(remove_duplicate=False):
+        for leaf, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            name = f"{path}.{leaf}" if path else leaf
+            data = parameter.data
+            base = LiveTensor(
+                name=name,
+                shape=tuple(data.shape),
+                dtype=dtype_name(data.dtype),
+                storage=_storage(data, name),
+            )
+            try:
+                yield _describe(base, module, leaf, parameter), data
+            except Unresolvable as e:
+                yield dataclasses.replace(base, problem=str(e)), data
+
+
+def _storage(data: torch.Tensor, name: str) -> Any:
+    if data.is_meta or data.numel() == 0:
+        return name
+    return (data.device, data.data_ptr(), tuple(data.shape), data.stride())
+
+
+def _describe(base: LiveTensor, module: nn.Module, leaf: str, parameter: nn.Parameter) -> LiveTensor:
+    data = parameter.data
+    kind = type(module)
+    if data.is_meta:
+        raise Unresolvable("its live tensor has no memory (meta device)")
+    if data.numel() == 0:
+        raise Unresolvable(EMPTY)
+    if "fused_moe" in kind.__module__ or kind.__name__ == "FusedMoE":
+        raise Unresolvable("weights of a mixture of experts cannot be written yet")
+    if not data.is_contiguous():
+        raise Unresolvable(
+            f"its live tensor is not contiguous (shape {list(data.shape)}, strides {data.stride()})"
+        )
+    if base.dtype not in DTYPE_BYTES:
+        raise Unresolvable(f"weights of dtype {base.dtype} cannot travel")
+    method = getattr(module, "quant_method", None)
+    if method is not None and type(method).__name__ not in _PLAIN_METHODS:
+        raise Unresolvable(f"its layer keeps weights in the form of {type(method).__name__}")
+    if any(getattr(parameter, a, None) is not None for a in _QUANTISED) or any(
+        bool(getattr(parameter, a, False)) for a in _TRANSFORMED
+    ):
+        raise Unresolvable("its loader packs or transposes values")
+    derived = next((a for a in _DERIVED if getattr(module, a, None) is not None), None)
+    if derived:
+        raise Unresolvable(
+            f"its layer computed {derived} from it after load, which would keep the old values"
+        )
+    if leaf == "weight" and not _forward_reads(module, data):
+        raise Unresolvable(
+            "its layer computes with a packed copy of it, made after load, which would keep the old values"
+        )
+    return _sharded(base, module, parameter)
+
+
+def _forward_reads(module: nn.Module, weight: torch.Tensor) -> bool:
+    """On the CPU, vLLM may replace a layer's product by one with a packed copy that ignores the weight it is given.
+    Told by asking for the product of ones with a weight of zeros."""
+    product = getattr(module, "cpu_linear", None)
+    if product is None or weight.ndim != 2 or weight.device.type != "cpu":
+        return True
+    with torch.inference_mode():
+        ones = torch.ones(1, weight.shape[1], dtype=weight.dtype)
+        return not bool(product(ones, torch.zeros_like(weight), None).any()) or not bool(weight.any())
+
+
+def _sharded(base: LiveTensor, module: nn.Module, parameter: nn.Parameter) -> LiveTensor:
+    """The runs of a parameter, by the loader that its module gave it."""
+    from vllm.model_executor.layers import linear
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+    loader = getattr(parameter, "weight_loader", None)
+    if loader is None or loader is default_weight_loader:
+        if isinstance(module, (linear.LinearBase, VocabParallelEmbedding)):
+            raise Unresolvable("its loader is gone, so nothing tells which part of the parameter it is")
+        return dataclasses.replace(base, must_compare=not _is_plain(module))
+    owner, function = _unbound(loader)
+    if (
+        owner is not module
+        and isinstance(owner, nn.Module)
+        and any(p is parameter for p in owner._parameters.values())
+    ):
+        return dataclasses.replace(base, borrowed=True)
+
+    def by(cls: type, *loaders: str) -> bool:
+        return isinstance(module, cls) and function in [getattr(cls, n) for n in loaders if hasattr(cls, n)]
+
+    both = ("weight_loader", "weight_loader_v2")
+    dim: int | None
+    if by(linear.QKVParallelLinear, *both):
+        dim = _dim(parameter, "output_dim")
+        runs = list(
+            qkv(
+                module.total_num_heads,
+                module.total_num_kv_heads,
+                module.head_size,
+                getattr(module, "v_head_size", module.head_size),
+                module.tp_size,
+                module.tp_rank,
+            )
+        )
+    elif by(linear.MergedColumnParallelLinear, *both):
+        dim = _dim(parameter, "output_dim")
+        runs = merged(list(module.output_sizes), module.tp_size, module.tp_rank)
+    elif by(linear.ColumnParallelLinear, *both):
+        dim = _dim(parameter, "output_dim")
+        runs = [even(module.output_size, module.tp_size, module.tp_rank)]
+    elif by(linear.RowParallelLinear, *both):
+        dim = _dim(parameter, "input_dim")
+        runs = [even(module.input_size, module.tp_size, module.tp_rank)] if dim is not None else []
+    elif by(linear.ReplicatedLinear, *both):
+        dim, runs = None, []
+    elif by(VocabParallelEmbedding, "weight_loader"):
+        dim = _dim(parameter, "output_dim")
+        at = module.shard_indices
+        if dim is not None:
+            if at.num_added_elements_padded:
+                raise Unresolvable("its vocabulary has rows added for adapters")
+            rows = base.shape[dim]
+            runs = [vocabulary(module.org_vocab_size, at.org_vocab_start_index, at.org_vocab_end_index, rows)]
+            if owner is module:
+                return dataclasses.replace(base, runs=tuple(runs), dim=dim)
+        runs = []
+    else:
+        raise Unresolvable(f"its loader is not known to copy plainly: {_title(function)}")
+
+    if owner is not module:
+        raise Unresolvable(f"its loader {_title(function)} belongs to another module")
+    if dim is None:
+        # Without a cut dimension these loaders give every worker the whole.
+        return base
+    rank = getattr(parameter, "tp_rank", module.tp_rank)
+    if rank != module.tp_rank:
+        raise Unresolvable(
+            f"the parameter says rank {rank} of its layer's group, the layer says {module.tp_rank}"
+        )
+    held = sum(run.length for run in runs)
+    if base.shape[dim] != held:
+        whole = list(base.shape)
+        whole[dim] = sum(run.whole for run in runs)
+        raise Unresolvable(
+            f"its live shape {list(base.shape)} is not the share of {list(whole)} that rank {module.tp_rank} of "
+            f"{module.tp_size} should hold ({held} in dimension {dim})"
+        )
+    return dataclasses.replace(base, runs=tuple(runs), dim=dim)
+
+
+def _dim(parameter: nn.Parameter, attribute: str) -> int | None:
+    dim = getattr(parameter, attribute, None)
+    return dim if isinstance(dim, int) and 0 <= dim < parameter.data.ndim else None
+
+
+def _unbound(loader: Callable[..., Any]) -> tuple[Any, Any]:
+    """(the object it is bound to, the function). Wrappers and partials stay what they are: unknown."""
+    if isinstance(loader, functools.partial):
+        return None, loader
+    return (loader.__self__, loader.__func__) if inspect.ismethod(loader) else (None, loader)
+
+
+def _title(function: Any) -> str:
+    return str(getattr(function, "__qualname__", None) or type(function).__name__)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Modules whose parameters vLLM loads by plain copy, and that have no way of holding a part of one."""
+    kind = type(module)
+    return kind.__module__ in ("vllm.model_executor.layers.layernorm", "torch.nn.modules.normalization")

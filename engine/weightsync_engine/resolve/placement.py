@@ -1,0 +1,209 @@
+"""Pure: from descriptions of live tensors to the place of every checkpoint parameter on this worker.
+
+Fails closed. Whatever cannot be told for sure ends in `unresolved`, with a reason that a user can act on, and the
+plan refuses it by that name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ..layout.boxes import Box
+from .names import CheckpointNames
+from .shards import Run, Unresolvable, fused
+
+
+@dataclass(frozen=True)
+class LiveTensor:
+    """One parameter of a live vLLM model, as its module describes it."""
+
+    name: str
+    """vLLM's dotted name."""
+    shape: tuple[int, ...]
+    dtype: str
+    storage: Hashable
+    """Equal for two live tensors exactly if they are the same memory, shape and strides."""
+    runs: tuple[Run, ...] = ()
+    """The checkpoint parameters in it, in order, along `dim`. Empty: one, held whole by every worker."""
+    dim: int = 0
+    borrowed: bool = False
+    """Another module owns the parameter (a tied head): its description counts."""
+    must_compare: bool = False
+    """Nothing but the values can tell whether this is a plain copy of the checkpoint's parameter."""
+    problem: str = ""
+    """Why it cannot be written directly."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Elements `box` of checkpoint parameter `name` are held in live tensor `live` from `at` on (same shape)."""
+
+    name: str
+    box: Box
+    live: str
+    at: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A checkpoint parameter as a whole: its shape, and the dtype in which it is held live."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where everything lands on this worker; `unresolved` maps a checkpoint or live name to the reason."""
+
+    expected: dict[str, Whole] = field(default_factory=dict)
+    placed: tuple[Placed, ...] = ()
+    aliases: dict[str, str] = field(default_factory=dict)
+    unresolved: dict[str, str] = field(default_factory=dict)
+    must_compare: frozenset[str] = frozenset()
+    """Names in `expected` that are believed only after a comparison with the checkpoint's values."""
+
+
+def place(
+    live: Iterable[LiveTensor],
+    names: CheckpointNames,
+    shapes: Mapping[str, tuple[int, ...]] | None,
+) -> Placement:
+    """Find the place of every checkpoint parameter.
+
+    Args:
+        live: every parameter of the live model, tied ones under each of their names.
+        names: finds checkpoint names; with `known` names it accepts only those.
+        shapes: whole shapes by checkpoint name, where there is a checkpoint.
+    """
+    expected: dict[str, Whole] = {}
+    placed: list[Placed] = []
+    aliases: dict[str, str] = {}
+    unresolved: dict[str, str] = {}
+    compare: set[str] = set()
+    first: dict[Hashable, tuple[str, tuple[str, ...]]] = {}
+    tied: list[tuple[LiveTensor, str, tuple[str, ...]]] = []
+
+    tensors = list(live)
+    # What is wrong with a tensor under one of its names is wrong with the memory.
+    problems = {tensor.storage: tensor.problem for tensor in tensors if tensor.problem}
+    for tensor in sorted(tensors, key=lambda t: t.borrowed):
+        if tensor.storage in problems:
+            for name in _names_or_live(tensor, names):
+                unresolved[name] = problems[tensor.storage]
+            continue
+        if tensor.borrowed and tensor.storage not in first:
+            unresolved[tensor.name] = "the module that owns it is not part of the model"
+            continue
+        if tensor.storage in first:
+            tied.append((tensor, *first[tensor.storage]))
+            continue
+        try:
+            parts = _parts(tensor, names)
+            for name, whole, _ in parts:
+                known = None if shapes is None else shapes.get(name)
+                if known is not None and known != whole:
+                    raise Unresolvable(
+                        f"the checkpoint has {name} as {list(known)}, but the live tensor {tensor.name} of "
+                        f"{list(tensor.shape)} would be a share of {list(whole)}"
+                    )
+                if name in expected and name not in {n for n, _, _ in parts}:
+                    raise Unresolvable(f"two live tensors claim the checkpoint parameter {name}")
+        except Unresolvable as e:
+            unresolved[tensor.name] = str(e)
+            continue
+        first[tensor.storage] = (tensor.name, tuple(dict.fromkeys(n for n, _, _ in parts)))
+        for name, whole, pieces in parts:
+            expected[name] = Whole(whole, tensor.dtype)
+            placed.extend(pieces)
+            if tensor.must_compare:
+                compare.add(name)
+
+    for tensor, other, targets in tied:
+        # The other name of the same memory: whichever of the two the trainer sends, one write covers both.
+        found = names.find(tensor.name)
+        if len(targets) != 1 or len(found) > 1:
+            unresolved[tensor.name] = f"it is the same memory as {other}, which holds {', '.join(targets)}"
+        alias = found[0] if found else tensor.name
+        if alias != targets[0]:
+            aliases[alias] = targets[0]
+    return Placement(expected, tuple(placed), aliases, unresolved, frozenset(compare))
+
+
+def _names_or_live(tensor: LiveTensor, names: CheckpointNames) -> list[str]:
+    """The names under which a user knows a tensor: the checkpoint's where they can be told, else vLLM's."""
+    try:
+        return [name for group in _find(tensor, names) for name in group]
+    except Unresolvable:
+        return [tensor.name]
+
+
+def _parts(tensor: LiveTensor, names: CheckpointNames) -> list[tuple[str, tuple[int, ...], list[Placed]]]:
+    """(checkpoint name, its whole shape, its pieces) for everything in one live tensor."""
+    if not tensor.runs:
+        (name,), *more = _find(tensor, names)
+        if more:
+            raise Unresolvable(
+                f"{tensor.name} packs several parameters, and its layer does not say where each one is"
+            )
+        origin = (0,) * len(tensor.shape)
+        return [(name, tensor.shape, [Placed(name, Box.whole(tensor.shape), tensor.name, origin)])]
+    found = _find(tensor, names)
+    if len(found) == len(tensor.runs):
+        groups = [(name, [run]) for (name,), run in zip(found, tensor.runs, strict=True)]
+    elif len(found) == 1:
+        groups = [(found[0][0], fused(tensor.runs))]
+    else:
+        raise Unresolvable(
+            f"the model packs {len(found)} checkpoint parameters into {tensor.name}, "
+            f"whose layer has {len(tensor.runs)} partitions"
+        )
+    result = []
+    for name, runs in groups:
+        shape = list(tensor.shape)
+        shape[tensor.dim] = runs[0].whole
+        pieces = [_piece(tensor, name, run) for run in runs if run.length]
+        result.append((name, tuple(shape), pieces))
+    return result
+
+
+def _piece(tensor: LiveTensor, name: str, run: Run) -> Placed:
+    if run.at + run.length > tensor.shape[tensor.dim]:
+        raise Unresolvable(
+            f"{name} needs rows {run.at} to {run.at + run.length} of dimension {tensor.dim} of {tensor.name}, "
+            f"which has the shape {list(tensor.shape)}"
+        )
+    start, shape, at = [0] * len(tensor.shape), list(tensor.shape), [0] * len(tensor.shape)
+    start[tensor.dim], shape[tensor.dim], at[tensor.dim] = run.start, run.length, run.at
+    return Placed(name, Box(tuple(start), tuple(shape)), tensor.name, tuple(at))
+
+
+def _find(tensor: LiveTensor, names: CheckpointNames) -> list[list[str]]:
+    """One group of one name for each checkpoint parameter in the tensor, in the order of its runs."""
+    module, _, leaf = tensor.name.rpartition(".")
+    own = names.find(tensor.name)
+    packed = names.rules.components(module) if len(tensor.runs) != 1 else None
+    if packed is None or (names.known and own):
+        # Not packed, or packed in the checkpoint already.
+        if not own:
+            raise Unresolvable(
+                f"no parameter of the checkpoint maps to {tensor.name}"
+                if names.known
+                else f"no checkpoint name can be told for {tensor.name}"
+            )
+        if len(own) > 1:
+            raise Unresolvable(f"{', '.join(own)} all map to {tensor.name}")
+        return [own]
+    stem, components = packed
+    groups = []
+    for component in components:
+        wanted = ".".join(part for part in (stem, component, leaf) if part)
+        group = names.find(wanted)
+        if len(group) != 1:
+            raise Unresolvable(
+                f"{tensor.name} packs {wanted}, "
+                + (f"to which {', '.join(group)} all map" if group else "which the checkpoint does not have")
+            )
+        groups.append(group)
+    return groups

@@ -1,0 +1,14 @@
+"""The training side: `Publisher`, one for each trainer rank."""
+
+from .handle import Handle, HandleState, PublishError, PublishTimeout, RoundFailed, Superseded
+from .publisher import Publisher
+
+__all__ = [
+    "Handle",
+    "HandleState",
+    "PublishError",
+    "PublishTimeout",
+    "Publisher",
+    "RoundFailed",
+    "Superseded",
+]

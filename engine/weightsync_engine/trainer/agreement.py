@@ -1,0 +1,86 @@
+"""How the trainer ranks agree: small messages over a gloo group of their own, each with a deadline.
+
+What they say to each other is JSON: nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from .handle import PublishError
+
+
+class Peers(Protocol):
+    """All trainer ranks."""
+
+    rank: int
+    world: int
+
+    def gather(self, said: dict[str, Any], what: str, timeout: float) -> list[dict[str, Any]]:
+        """What every rank said, in order of rank. Raises `PublishError` naming who did not come to `what`."""
+
+
+class Alone:
+    """A single process without torch.distributed."""
+
+    rank, world = 0, 1
+
+    def gather(self, said: dict[str, Any], what: str, timeout: float) -> list[dict[str, Any]]:
+        return [json.loads(json.dumps(said))]
+
+
+class GlooPeers:
+    """All ranks of the default process group. Making one is a collective call; so is `gather`."""
+
+    def __init__(self, timeout: float) -> None:
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        # A group of our own: nothing of ours can be mistaken for, or wait behind, the training's collectives.
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        self._broken = ""
+
+    def gather(self, said: dict[str, Any], what: str, timeout: float) -> list[dict[str, Any]]:
+        if self._broken:
+            raise PublishError(self._broken)
+        if not dist.is_initialized():
+            raise PublishError(f"torch.distributed was destroyed before {what}")
+        try:
+            # Names the ranks that are missing, which a collective that times out does not.
+            dist.monitored_barrier(self._group, timedelta(seconds=timeout), wait_all_ranks=True)
+            return self._gather(json.dumps(said).encode())
+        except RuntimeError as e:
+            first = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+            self._broken = (
+                f"not every trainer rank came to {what} within {timeout:g} s, and the ranks are out of step: "
+                f"call it on every rank, then make a new Publisher ({first})"
+            )
+            raise PublishError(self._broken) from None
+
+    def _gather(self, data: bytes) -> list[dict[str, Any]]:
+        sizes = torch.zeros(self.world, dtype=torch.int64)
+        dist.all_gather_into_tensor(sizes, torch.tensor([len(data)]), group=self._group)
+        largest = int(sizes.max())
+        mine = torch.zeros(largest, dtype=torch.uint8)
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        every = torch.zeros(self.world * largest, dtype=torch.uint8)
+        dist.all_gather_into_tensor(every, mine, group=self._group)
+        blocks = every.view(self.world, largest)
+        return [json.loads(bytes(blocks[r, : int(sizes[r])].tolist())) for r in range(self.world)]
+
+
+def peers(timeout: float) -> Peers:
+    """The trainer's ranks as they are. Raises `PublishError` where there should be several and are not."""
+    if dist.is_available() and dist.is_initialized():
+        return Alone() if dist.get_world_size() == 1 else GlooPeers(timeout)
+    world = os.environ.get("WORLD_SIZE", "1")
+    if world != "1":
+        raise PublishError(
+            f"torch.distributed is not up, and WORLD_SIZE is {world}: call "
+            "torch.distributed.init_process_group() on every rank before Publisher(...)"
+        )
+    return Alone()

@@ -1,0 +1,439 @@
+"""The worker's engine: `WeightSyncEngine`, which vLLM builds in every worker right after it loaded the model.
+
+It resolves the model, takes memory for the shadow (before vLLM sizes its KV cache) and starts the mover beside
+the worker. Whatever goes wrong here is kept as the worker's problem and told to the agent: the server starts and
+serves all the same. Nothing that is reached through vLLM's collective calls raises when there is more than one
+worker: vLLM would pair the answers of later calls wrongly for ever after.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from ..agent.core import pod_address
+from ..mover.client import MoverClient
+from ..mover.slab import Slab
+from ..mover.supervisor import MoverSupervisor
+from ..protocol.messages import EpochPhase, Problem, Rendezvous, RoundPhase
+from ..protocol.mover import MoverJoin, MoverState, MoverTransfer
+from ..resolve.checkpoint import NoCheckpoint, open_checkpoint
+from ..resolve.manifest import Resolved, resolve
+from .shadow import Flipped, Shadow
+
+log = logging.getLogger(__name__)
+
+REASONS = 8
+"""Unresolved parameters that a worker's description names."""
+
+
+@dataclass(kw_only=True)
+class InitInfo(WeightTransferInitInfo):
+    """Without Kubernetes: what `/init_weight_transfer_engine` takes. Equal on all workers of all servers but for
+    `rank_offset`, the first worker's rank of this server."""
+
+    rank_offset: int = -1
+    world_size: int = 0
+    trainer_ranks: int = 0
+    master_address: str = ""
+    """Where the epoch's store listens."""
+    master_port: int = 0
+    key: str = field(default="", repr=False)
+    """Secret of the epoch, at least 32 characters."""
+    epoch: int = 1
+    transport: str = "auto"
+    deadline_seconds: float = 120.0
+    error: str = ""
+    """Why the given information could not be read; set here, never by a caller."""
+
+
+@dataclass(kw_only=True)
+class UpdateInfo(WeightTransferUpdateInfo):
+    """Without Kubernetes: what `/update_weights` takes."""
+
+    version: str = ""
+    round: int = 0
+    deadline_seconds: float = 600.0
+    error: str = ""
+
+
+class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """One vLLM worker's shadow, mover and flip."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(
+        self,
+        config: WeightTransferConfig,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        model: torch.nn.Module,
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)
+        parallel = vllm_config.parallel_config
+        self.rank: int = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        self.boot = uuid.uuid4().hex
+        self.problem: Problem | None = None
+        self.resolved: Resolved | None = None
+        self.shadow: Shadow | None = None
+        self.supervisor: MoverSupervisor | None = None
+        self._run_dir: Path | None = None
+        self._init: InitInfo | None = None
+        self._update: UpdateInfo | None = None
+        self._alone: Problem | None = None
+        attach_worker_methods()
+        try:
+            self._build()
+        except Exception as e:
+            log.exception("weightsync cannot work beside this worker; vLLM serves on without it")
+            self.problem = Problem(reason="EngineFailed", message=f"{type(e).__name__}: {e}"[:1024])
+
+    def _build(self) -> None:
+        refuse = refusal(self.vllm_config)
+        checkpoint, why = None, refuse
+        if not refuse:
+            try:
+                config = self.vllm_config
+                load_format = getattr(config.load_config.load_format, "value", config.load_config.load_format)
+                checkpoint = open_checkpoint(
+                    self.model_config.model, self.model_config.revision, str(load_format)
+                )
+            except NoCheckpoint as e:
+                why = str(e)
+                log.warning("live weights are not compared with a checkpoint: %s", why)
+        try:
+            self.resolved = resolve(self.model, checkpoint, why, refuse)
+        finally:
+            if checkpoint is not None:
+                checkpoint.close()
+        unresolved = self.resolved.manifest.unresolved
+        if refuse:
+            self.problem = Problem(reason="NotSupported", message=refuse[:1024])
+            return
+        if unresolved:
+            self.problem = Problem(reason="Unresolved", message=unresolved_message(self.resolved)[:1024])
+            log.error("%s", self.problem.message)
+            for name, reason in unresolved.items():
+                log.info("not resolved: %s: %s", name, reason)
+            return  # no shadow for a round that cannot be
+        if self.device.type != "cpu":
+            self.problem = Problem(
+                reason="NotSupported",
+                message=f"a shadow on {self.device.type} is not built yet: only the CPU is",
+            )
+            return
+        slab = Slab.create(self.resolved.slab_bytes)
+        self.shadow = Shadow(self.resolved, slab)
+        self._run_dir = Path(tempfile.mkdtemp(prefix="weightsync-"))
+        atexit.register(self._clean)
+        self.supervisor = MoverSupervisor("inference", self.rank, slab, self.resolved.manifest, self._run_dir)
+        log.info(
+            "weightsync worker %d: %d parameters, shadow of %d bytes",
+            self.rank,
+            len(self.resolved.manifest.expected),
+            self.resolved.slab_bytes,
+        )
+
+    # -- what the pod's agent calls, through collective_rpc --------------------------------------------------
+
+    def describe(self) -> dict[str, Any]:
+        """Who this worker is, where its mover listens, and why it cannot take part."""
+        manifest = self.resolved.manifest if self.resolved else None
+        return self.answer() | {
+            "socket": str(self.supervisor.socket_path) if self.supervisor else "",
+            "parameters": len(manifest.expected) if manifest else 0,
+            "bytes": self.resolved.slab_bytes if self.resolved else 0,
+            "unresolved": dict(list(manifest.unresolved.items())[:REASONS]) if manifest else {},
+            "not_compared": self.resolved.not_compared if self.resolved else "",
+        }
+
+    def flip(self, object_uid: str, epoch: int, round_: int, version: str) -> dict[str, Any]:
+        if self.problem is not None or self.shadow is None:
+            problem: Problem | None = self.problem
+        else:
+            problem = self.shadow.flip(Flipped(object_uid, epoch, round_, version))
+        return self.answer(problem)
+
+    def answer(self, problem: Problem | None = None) -> dict[str, Any]:
+        """This worker's status; every answer carries it whole."""
+        problem = problem or self.problem
+        shadow = self.shadow
+        return {
+            "rank": self.rank,
+            "boot": self.boot,
+            "pid": os.getpid(),
+            "mover_pid": (self.supervisor.pid if self.supervisor else None) or 0,
+            "mover_problem": self.supervisor.problem.message
+            if self.supervisor and self.supervisor.problem
+            else "",
+            "version": shadow.live.version if shadow and shadow.live else "",
+            "torn": bool(shadow and shadow.torn),
+            "copy_seconds": shadow.seconds if shadow else 0.0,
+            "problem": {"reason": problem.reason, "message": problem.message} if problem else {},
+            "update_problem": self._alone.message if self._alone else "",
+        }
+
+    # -- vLLM's own contract, for the use without Kubernetes -------------------------------------------------
+
+    def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
+        try:
+            return super().parse_init_info({k: v for k, v in init_dict.items() if k != "error"})
+        except ValueError as e:
+            return InitInfo(error=str(e))
+
+    def parse_update_info(self, update_dict: dict[str, Any]) -> UpdateInfo:
+        try:
+            return super().parse_update_info({k: v for k, v in update_dict.items() if k != "error"})
+        except ValueError as e:
+            return UpdateInfo(error=str(e))
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Join the epoch. With one worker a failure raises; with more it is kept, see `_report`."""
+        self._init = None
+        problem = self._join(init_info)
+        if problem is None:
+            self._init = init_info
+        self._report(problem)
+
+    def start_weight_update(self) -> None:
+        self._update = None
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Receive one version into the shadow, verified. Live weights do not change."""
+        self._update = None
+        problem = self._receive(update_info)
+        if problem is None:
+            self._update = update_info
+        self._report(problem)
+
+    def finish_weight_update(self) -> None:
+        """Make what was received live, and raise or keep why not."""
+        if self._update is None or self._init is None or self.shadow is None:
+            problem: Problem | None = Problem(
+                reason="NothingReceived", message="no version was received and verified in this update"
+            )
+        else:
+            want = Flipped("vllm", self._init.epoch, self._update.round, self._update.version)
+            problem = self.shadow.flip(want)
+        self._report(problem)
+
+    def shutdown(self) -> None:
+        """Let the mover go. It leaves by itself; vLLM's own end must not meet a child that vanishes."""
+        if self.supervisor is not None:
+            self.supervisor.close()
+        self._clean()
+
+    def _clean(self) -> None:
+        if self._run_dir is not None:
+            shutil.rmtree(self._run_dir, ignore_errors=True)
+
+    def _socket(self) -> Path:
+        if self.supervisor is None:
+            raise RuntimeError("this worker has no mover")
+        return self.supervisor.socket_path
+
+    def _join(self, init_info: InitInfo) -> Problem | None:
+        if init_info.error:
+            return Problem(reason="BadInitInfo", message=init_info.error)
+        if self.problem is not None:
+            return self.problem
+        try:
+            join = MoverJoin(
+                object_uid="vllm",
+                term=1,
+                epoch=init_info.epoch,
+                rank=init_info.rank_offset + self.rank,
+                world_size=init_info.world_size,
+                trainer_ranks=init_info.trainer_ranks,
+                rendezvous=Rendezvous(host=init_info.master_address, port=init_info.master_port),
+                key=init_info.key,
+                host=pod_address(),
+                transport=init_info.transport,
+                server=f"server-{init_info.rank_offset}",
+                deadline_seconds=init_info.deadline_seconds,
+            )
+            epoch = self._drive(_join(self._socket(), join), join.deadline_seconds).epoch
+        except Exception as e:
+            return Problem(reason="JoinFailed", message=f"{type(e).__name__}: {e}"[:1024])
+        if epoch is None or epoch.phase is not EpochPhase.JOINED:
+            gone = Problem(reason="JoinFailed", message="the mover left the epoch while it joined")
+            return (epoch.problem if epoch else None) or gone
+        return None
+
+    def _receive(self, update_info: UpdateInfo) -> Problem | None:
+        if update_info.error or not update_info.version or update_info.round < 1:
+            message = update_info.error or "a version and a round, which counts from 1, are needed"
+            return Problem(reason="BadUpdateInfo", message=message)
+        if self._init is None:
+            return Problem(reason="NotInitialised", message="init_transfer_engine has not succeeded")
+        try:
+            transfer = MoverTransfer(
+                epoch=self._init.epoch,
+                round=update_info.round,
+                version=update_info.version,
+                deadline_seconds=update_info.deadline_seconds,
+            )
+            round_ = self._drive(_transfer(self._socket(), transfer), transfer.deadline_seconds).round
+        except Exception as e:
+            return Problem(reason="TransferFailed", message=f"{type(e).__name__}: {e}"[:1024])
+        if round_ is None or round_.phase is not RoundPhase.VERIFIED:
+            gone = Problem(reason="TransferFailed", message="the mover left the round")
+            return (round_.problem if round_ else None) or gone
+        return None
+
+    def _report(self, problem: Problem | None) -> None:
+        """Raise a problem if this is the only worker; else keep it for `weightsync_live`: an exception in one of
+        several workers would desynchronise all later answers."""
+        self._alone = problem
+        if problem is None:
+            return
+        log.error("worker %d: %s", self.rank, problem.message)
+        if self.parallel_config.world_size == 1:
+            raise RuntimeError(problem.message)
+
+    @staticmethod
+    def _drive(work: Coroutine[Any, Any, MoverState], seconds: float) -> MoverState:
+        return asyncio.run(asyncio.wait_for(work, seconds + 5.0))
+
+
+async def _join(path: Path, join: MoverJoin) -> MoverState:
+    async with MoverClient(path) as client:
+        await client.wait_for(lambda state: state is not None, join.deadline_seconds)
+        client.send(join)
+        state = await client.wait_for(
+            lambda s: (
+                s is None
+                or (
+                    s.epoch is not None
+                    and s.epoch.epoch == join.epoch
+                    and s.epoch.phase is not EpochPhase.JOINING
+                )
+            ),
+            join.deadline_seconds,
+        )
+        if state is None:
+            raise ConnectionError("the mover died while it joined")
+        return state
+
+
+async def _transfer(path: Path, transfer: MoverTransfer) -> MoverState:
+    async with MoverClient(path) as client:
+        await client.wait_for(lambda state: state is not None, 30.0)
+        client.send(transfer)
+        state = await client.wait_for(
+            lambda s: (
+                s is None
+                or (
+                    s.round is not None
+                    and (s.round.epoch, s.round.round) == (transfer.epoch, transfer.round)
+                    and s.round.phase is not RoundPhase.TRANSFERRING
+                )
+            ),
+            transfer.deadline_seconds,
+        )
+        if state is None:
+            raise ConnectionError("the mover died in the transfer")
+        return state
+
+
+def refusal(config: VllmConfig) -> str:
+    """Why this server's set-up as a whole cannot be updated in place; empty: it can."""
+    parallel = config.parallel_config
+    if config.model_config.quantization is not None:
+        return f"quantised weights ({config.model_config.quantization}) cannot be written directly"
+    if config.lora_config is not None:
+        return "serving with LoRA adapters is not supported"
+    if parallel.enable_eplb:
+        return "expert load balancing moves experts between workers, which is not supported"
+    if parallel.nnodes > 1:
+        return "one vLLM server over several pods is not supported: give each pod a server of its own"
+    if parallel.data_parallel_size > 1:
+        return "data parallelism inside a server is not supported yet: use one server for each replica"
+    if config.speculative_config is not None:
+        return "a server with a draft model is not supported yet"
+    offload = getattr(config, "offload_config", None)
+    if offload is not None and getattr(getattr(offload, "uva", None), "cpu_offload_gb", 0):
+        return "weights that are offloaded to the CPU are not supported"
+    return ""
+
+
+def unresolved_message(resolved: Resolved) -> str:
+    """One sentence about what a model lacks, and its first names."""
+    unresolved = resolved.manifest.unresolved
+    total = len(unresolved) + len(resolved.manifest.expected)
+    name, reason = next(iter(unresolved.items()))
+    more = f"; and {len(unresolved) - 1} more" if len(unresolved) > 1 else ""
+    return f"{len(unresolved)} of {total} parameters cannot be updated: {name}: {reason}{more}"
+
+
+def attach_worker_methods() -> None:
+    """Give vLLM's worker class the methods that the agent calls by name. Idempotent."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    for method in (weightsync_describe, weightsync_flip, weightsync_live):
+        setattr(WorkerBase, method.__name__, method)
+
+
+def _engine(worker: Any) -> WeightSyncEngine | None:
+    engine = getattr(worker, "weight_transfer_engine", None)
+    return engine if isinstance(engine, WeightSyncEngine) else None
+
+
+def _status(worker: Any, nonce: str, what: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    try:
+        engine = _engine(worker)
+        if engine is None:
+            raise RuntimeError("this worker has no weightsync engine")
+        return {**getattr(engine, what)(**arguments), "nonce": nonce}
+    except Exception as e:
+        log.exception("%s failed", what)
+        # Fixed in form, and built of nothing that could fail as well. An unknown version is no version: torn.
+        return {
+            "rank": int(getattr(worker, "rank", -1)),
+            "version": "",
+            "torn": True,
+            "nonce": nonce,
+            "problem": {"reason": "WorkerFailed", "message": f"{what}: {type(e).__name__}: {e}"[:1024]},
+        }
+
+
+def weightsync_describe(worker: Any, nonce: str = "") -> dict[str, Any]:
+    """Worker method: never raises, changes nothing."""
+    return _status(worker, nonce, "describe", {})
+
+
+def weightsync_live(worker: Any, nonce: str = "") -> dict[str, Any]:
+    """Worker method: what the live weights are. Never raises, changes nothing."""
+    return _status(worker, nonce, "answer", {})
+
+
+def weightsync_flip(
+    worker: Any, object_uid: str, epoch: int, round: int, version: str, nonce: str = ""
+) -> dict[str, Any]:
+    """Worker method: make the shadow live if it is the verified version. Idempotent, never raises."""
+    return _status(
+        worker, nonce, "flip", {"object_uid": object_uid, "epoch": epoch, "round_": round, "version": version}
+    )

@@ -1,0 +1,93 @@
+"""A worker's shadow, and the flip: the one moment at which new weights become the live ones."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from ..mover.slab import Slab
+from ..protocol.messages import Problem, Published
+from ..resolve.manifest import Resolved
+
+
+@dataclass(frozen=True)
+class Flipped:
+    """Which flip made the live weights what they are."""
+
+    object_uid: str
+    epoch: int
+    round: int
+    version: str
+
+
+class Shadow:
+    """The slab beside the live weights. Its mover writes it; `flip` copies it over, in the worker's own thread.
+
+    What is live is a fact kept here, in the process that holds the weights: an agent that restarts asks for it.
+    """
+
+    def __init__(self, resolved: Resolved, slab: Slab) -> None:
+        self.slab = slab
+        self.live: Flipped | None = None
+        """None: the weights that vLLM loaded at its start."""
+        self.torn = False
+        """A copy began and did not end: the live weights are of no one version."""
+        self.seconds = 0.0
+        """Duration of the last copy."""
+        names = list(resolved.views)
+        self._names = names
+        self._live = [resolved.views[name] for name in names]
+        self._next = [slab.tensor(resolved.manifest.tensors[name]) for name in names]
+
+    def flip(self, want: Flipped) -> Problem | None:
+        """Make the shadow live if it holds exactly what was decided. Repeated calls answer as the first.
+
+        Returns None once the live weights are wholly `want`; a problem, and unchanged weights, if the shadow holds
+        something else. An exception in the middle leaves `torn` set.
+        """
+        if self.live == want and not self.torn:
+            return None
+        stamp = self.slab.read_stamp()
+        wanted = Published(version=want.version, sequence=want.round)
+        if stamp != wanted:
+            held = "nothing whole" if stamp is None else f"{stamp.version} of round {stamp.sequence}"
+            return Problem(
+                reason="ShadowNotVerified",
+                message=f"the shadow holds {held}, not the verified {want.version} of round {want.round}; "
+                "the live weights are unchanged",
+            )
+        first = self.live is None or self.live.epoch != want.epoch or self.live.object_uid != want.object_uid
+        started = time.perf_counter()
+        self.torn = True
+        with torch.inference_mode():
+            if self._live:
+                torch._foreach_copy_(self._live, self._next)
+            self._synchronise()
+            if first and (unlike := self._unlike()) is not None:
+                return Problem(
+                    reason="FlipNotExact",
+                    message=f"after the copy {unlike} differs from what was verified; this server must be restarted",
+                )
+        if self.slab.read_stamp() != wanted:
+            return Problem(
+                reason="ShadowOverwritten",
+                message=f"the shadow was written while {want.version} was copied from it; "
+                "the live weights are of no one version until a whole round succeeds",
+            )
+        self.seconds = time.perf_counter() - started
+        self.live, self.torn = want, False
+        return None
+
+    def _synchronise(self) -> None:
+        """Wait for the current stream: the reply of this call may not come before the copy."""
+        if self._live and self._live[0].device.type == "cuda":
+            torch.cuda.current_stream(self._live[0].device).synchronize()
+
+    def _unlike(self) -> str | None:
+        """The first tensor whose live bytes are not the shadow's: memory that something else writes or has moved."""
+        for name, live, shadow in zip(self._names, self._live, self._next, strict=True):
+            if not torch.equal(live.contiguous().view(torch.uint8), shadow.view(torch.uint8)):
+                return name
+        return None

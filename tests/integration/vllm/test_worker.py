@@ -1,0 +1,335 @@
+"""One real vLLM worker in this process: what is resolved, and that a flip does what a fresh load would do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from weightsync_engine.layout.boxes import Box
+from weightsync_engine.resolve.checkpoint import Checkpoint, open_checkpoint
+from weightsync_engine.resolve.manifest import TRANSFORMS, Resolved, resolve
+
+from tests.integration.vllm import serving, tiny
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def first(folder: Path) -> Path:
+    return tiny.make_checkpoint(folder / "first", 1, tied=True)
+
+
+@pytest.fixture(scope="module")
+def second(folder: Path) -> Path:
+    return tiny.make_checkpoint(folder / "second", 2, tied=True)
+
+
+@pytest.fixture(scope="module")
+def llm(first: Path) -> Iterator[Any]:
+    """vLLM in this process, built as a server builds it: plugin, engine, shadow, mover."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "VLLM_PLUGINS": "weightsync",
+        }.items():  # fmt: skip
+            patch.setenv(name, value)
+        patch.syspath_prepend(serving.LIVE_WEIGHTS)
+        import vllm_live_weights
+
+        vllm_live_weights.register()
+        from vllm import LLM
+
+        llm = LLM(
+            str(first), dtype="float32", enforce_eager=True, max_model_len=256, kv_cache_memory_bytes=64 << 20,
+            skip_tokenizer_init=True, weight_transfer_config={"backend": "weightsync"}, seed=0,
+        )  # fmt: skip
+        yield llm
+        worker(llm).weight_transfer_engine.shutdown()
+        llm.llm_engine.engine_core.shutdown()
+
+
+def worker(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+
+
+@pytest.fixture
+def model(llm: Any) -> torch.nn.Module:
+    return worker(llm).model_runner.get_model()  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def checkpoint(first: Path) -> Iterator[Checkpoint]:
+    with open_checkpoint(str(first), None, "auto") as opened:
+        yield opened
+
+
+def receive(llm: Any, checkpoint: Path, version: str, round_: int) -> None:
+    """What a mover does: fill the shadow from a checkpoint by the manifest, and stamp it."""
+    engine = worker(llm).weight_transfer_engine
+    manifest, slab, source = engine.resolved.manifest, engine.shadow.slab, tiny.load(checkpoint)
+    slab.begin_write()
+    for piece in manifest.pieces:
+        index = tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))
+        slab.tensor(manifest.tensors[piece.tensor]).copy_(source[piece.name][index])
+    slab.stamp(version, round_)
+
+
+def greedy(llm: Any, prompt: list[int], tokens: int) -> list[int]:
+    from vllm import SamplingParams
+
+    llm.reset_prefix_cache()
+    (out,) = llm.generate(
+        [{"prompt_token_ids": prompt}],
+        SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False),
+        use_tqdm=False,
+    )
+    return list(out.outputs[0].token_ids)
+
+
+def rpc(llm: Any, method: str, **arguments: Any) -> dict[str, Any]:
+    (answer,) = llm.collective_rpc(method, kwargs=arguments | {"nonce": "n"})
+    assert answer["nonce"] == "n"
+    return dict(answer)
+
+
+def test_a_flip_does_what_vllms_own_loader_would_do_bit_for_bit(
+    llm: Any, model: torch.nn.Module, first: Path, second: Path
+) -> None:
+    assert greedy(llm, tiny.PROMPT, 24) == tiny.Reference(first).greedy(tiny.PROMPT, 24)
+    before = rpc(llm, "weightsync_live")
+    assert (before["version"], before["torn"], before["problem"]) == ("", False, {})
+
+    receive(llm, second, "step-1", 1)
+    pointers = {name: p.data_ptr() for name, p in model.named_parameters()}
+    answer = rpc(llm, "weightsync_flip", object_uid="uid", epoch=1, round=1, version="step-1")
+    assert (answer["version"], answer["torn"], answer["problem"]) == ("step-1", False, {})
+    assert {name: p.data_ptr() for name, p in model.named_parameters()} == pointers
+    assert greedy(llm, tiny.PROMPT, 24) == tiny.Reference(second).greedy(tiny.PROMPT, 24)
+
+    flipped = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.load_weights(tiny.load(second).items())  # type: ignore[operator]
+    for name, parameter in model.named_parameters():
+        assert torch.equal(flipped[name], parameter), name
+
+
+def test_a_flip_of_what_was_not_verified_changes_nothing(llm: Any, model: torch.nn.Module) -> None:
+    held = {name: p.detach().clone() for name, p in model.named_parameters()}
+    live = rpc(llm, "weightsync_live")["version"]
+    answer = rpc(llm, "weightsync_flip", object_uid="uid", epoch=1, round=9, version="step-9")
+    assert answer["problem"]["reason"] == "ShadowNotVerified"
+    assert (answer["version"], answer["torn"]) == (live, False)
+    assert all(torch.equal(held[name], p) for name, p in model.named_parameters())
+
+
+def test_a_call_that_breaks_in_a_worker_is_an_answer_and_no_exception(llm: Any) -> None:
+    answer = rpc(llm, "weightsync_flip", object_uid="uid", epoch=1, round=1, version="")
+    assert answer["problem"]
+    engine = worker(llm).weight_transfer_engine
+    shadow, engine.shadow = engine.shadow, object()
+    try:
+        answer = rpc(llm, "weightsync_flip", object_uid="uid", epoch=1, round=1, version="step-1")
+    finally:
+        engine.shadow = shadow
+    assert (answer["problem"]["reason"], answer["torn"]) == ("WorkerFailed", True)
+
+
+def test_every_live_element_has_exactly_one_place(llm: Any, model: torch.nn.Module, second: Path) -> None:
+    engine = worker(llm).weight_transfer_engine
+    resolved: Resolved = engine.resolved
+    manifest = resolved.manifest
+    assert manifest.unresolved == {}
+    assert {name: whole.shape for name, whole in manifest.expected.items()} == {
+        name: tuple(tensor.shape) for name, tensor in tiny.load(second).items() if name != "lm_head.weight"
+    }
+    written = {id(p): torch.zeros(p.shape, dtype=torch.int64) for p in model.parameters()}
+    by_pointer = sorted((p.data_ptr(), p) for p in model.parameters())
+    for view in resolved.views.values():
+        owner = max((p for p in by_pointer if p[0] <= view.data_ptr()), key=lambda p: p[0])[1]
+        offset = (view.data_ptr() - owner.data_ptr()) // view.element_size()
+        written[id(owner)].view(-1).as_strided(view.shape, view.stride(), offset).add_(1)
+    for name, parameter in model.named_parameters():
+        count = written[id(parameter)]
+        rows = tiny.VOCABULARY if "embed" in name else count.shape[0]
+        assert (count[:rows] == 1).all(), name
+        assert (count[rows:] == 0).all(), f"padding of {name} is written"
+
+
+def test_a_tied_head_is_one_destination_with_two_names(llm: Any) -> None:
+    manifest = worker(llm).weight_transfer_engine.resolved.manifest
+    assert manifest.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
+    (piece,) = [p for p in manifest.pieces if p.name == "model.embed_tokens.weight"]
+    assert piece.box == Box((0, 0), (tiny.VOCABULARY, 64))
+
+
+def test_the_description_names_the_movers_socket(llm: Any) -> None:
+    answer = rpc(llm, "weightsync_describe")
+    assert Path(answer["socket"]).parent.stat().st_mode & 0o077 == 0
+    assert answer["parameters"] == 24
+    assert answer["unresolved"] == {}
+    assert answer["not_compared"] == ""
+
+
+# ---- what is refused, on the live model with one thing changed ----------------------------------------------
+
+
+def reason(model: torch.nn.Module, checkpoint: Checkpoint | None, name: str) -> str:
+    resolved = resolve(model, checkpoint, "test")
+    assert [p for p in resolved.manifest.pieces if p.name == name] == []
+    assert name not in resolved.manifest.expected
+    return resolved.manifest.unresolved[name]
+
+
+@pytest.fixture
+def original(llm: Any, model: torch.nn.Module, first: Path) -> torch.nn.Module:
+    """The model as it was loaded."""
+    model.load_weights(tiny.load(first).items())  # type: ignore[operator]
+    return model
+
+
+def test_values_that_the_loader_changed_are_found_by_a_sample(
+    original: torch.nn.Module, checkpoint: Checkpoint
+) -> None:
+    qkv = original.get_parameter("model.layers.1.self_attn.qkv_proj.weight")
+    k = qkv.data[256 : 256 + 128]
+    k[[0, 1]] = k[[1, 0]]
+    name = "model.layers.1.self_attn.k_proj.weight"
+    assert reason(original, checkpoint, name) == TRANSFORMS
+    assert resolve(original, checkpoint).manifest.unresolved.keys() == {name}
+
+
+def test_an_empty_live_tensor_is_refused_under_the_checkpoints_names(
+    original: torch.nn.Module, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = original.get_submodule("model.layers.0.mlp.gate_up_proj")
+    monkeypatch.setitem(module._parameters, "weight", torch.nn.Parameter(torch.empty(0), requires_grad=False))
+    assert "is empty" in reason(original, checkpoint, "model.layers.0.mlp.up_proj.weight")
+
+
+def test_a_layer_that_computes_with_a_packed_copy_is_refused(
+    original: torch.nn.Module, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = original.get_submodule("model.layers.0.mlp.down_proj")
+    packed = module.weight.detach().clone()
+    monkeypatch.setattr(
+        module, "cpu_linear", lambda x, weight, bias: torch.nn.functional.linear(x, packed, bias)
+    )
+    assert "packed copy" in reason(original, checkpoint, "model.layers.0.mlp.down_proj.weight")
+
+
+def test_a_head_with_a_packed_copy_is_refused_though_it_is_tied(
+    original: torch.nn.Module, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = original.get_submodule("lm_head")
+    packed = head.weight.detach().clone()
+    monkeypatch.setattr(
+        head, "cpu_linear", lambda x, weight, bias: torch.nn.functional.linear(x, packed, bias)
+    )
+    assert "packed copy" in reason(original, checkpoint, "model.embed_tokens.weight")
+
+
+def test_unknown_and_lost_loaders_are_refused(
+    original: torch.nn.Module, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = original.get_parameter("model.layers.0.self_attn.o_proj.weight")
+    name = "model.layers.0.self_attn.o_proj.weight"
+    loader = weight.weight_loader
+    monkeypatch.setattr(weight, "weight_loader", lambda *a: loader(*a))
+    assert "not known to copy plainly" in reason(original, checkpoint, name)
+    monkeypatch.setattr(weight, "weight_loader", None)
+    assert "loader is gone" in reason(original, checkpoint, name)
+
+
+def test_a_layers_own_rank_is_compared_with_its_parameters(
+    original: torch.nn.Module, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = original.get_parameter("model.layers.0.self_attn.o_proj.weight")
+    monkeypatch.setattr(weight, "tp_rank", 1)
+    assert "rank 1" in reason(original, checkpoint, "model.layers.0.self_attn.o_proj.weight")
+
+
+def test_a_live_shape_that_is_no_share_is_refused_with_both_shapes(
+    original: torch.nn.Module, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = original.get_submodule("model.layers.0.self_attn.o_proj")
+    monkeypatch.setattr(module, "tp_size", 2)
+    said = reason(original, checkpoint, "model.layers.0.self_attn.o_proj.weight")
+    assert "[64, 256]" in said
+    assert "of 2 should hold (128" in said
+
+
+def test_quantised_layers_experts_and_strided_tensors_are_refused(
+    original: torch.nn.Module, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "model.layers.0.mlp.down_proj.weight"
+    module = original.get_submodule("model.layers.0.mlp.down_proj")
+    with monkeypatch.context() as m:
+        m.setattr(module, "quant_method", type("Fp8LinearMethod", (), {})())
+        assert "Fp8LinearMethod" in reason(original, checkpoint, name)
+    with monkeypatch.context() as m:
+        m.setattr(module, "__class__", type("Experts", (type(module),), {"__module__": "x.fused_moe.layer"}))
+        assert "experts" in reason(original, checkpoint, name)
+    with monkeypatch.context() as m:
+        m.setattr(module.weight, "data", module.weight.data.t().contiguous().t())
+        assert "not contiguous" in reason(original, checkpoint, name)
+    with monkeypatch.context() as m:
+        m.setattr(module, "W_UK_T_dcp_qrep", torch.ones(1), raising=False)
+        assert "W_UK_T_dcp_qrep" in reason(original, checkpoint, name)
+
+
+def test_without_a_checkpoint_only_layers_that_load_plainly_are_resolved(
+    original: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolved = resolve(original, None, "the weights were loaded with --load-format dummy")
+    assert resolved.manifest.unresolved == {}
+    assert resolved.not_compared == "the weights were loaded with --load-format dummy"
+    norm = original.get_submodule("model.norm")
+    monkeypatch.setattr(norm, "__class__", type("OwnNorm", (type(norm),), {"__module__": "a.custom.model"}))
+    said = reason(original, None, "model.norm.weight")
+    assert "no checkpoint to compare it with" in said
+
+
+def test_a_reason_for_the_whole_model_refuses_all_of_it(original: torch.nn.Module) -> None:
+    resolved = resolve(original, None, "", "LoRA is not supported")
+    assert resolved.manifest.pieces == ()
+    assert set(resolved.manifest.unresolved.values()) == {"LoRA is not supported"}
+
+
+def test_a_checkpoint_of_other_shapes_is_told_with_both(
+    original: torch.nn.Module, checkpoint: Checkpoint
+) -> None:
+    checkpoint.shapes["model.norm.weight"] = (128,)
+    said = resolve(original, checkpoint).manifest.unresolved["model.norm.weight"]
+    assert "[128]" in said
+    assert "[64]" in said
+
+
+def test_set_ups_that_cannot_be_updated_are_refused_with_the_reason(llm: Any) -> None:
+    from weightsync_engine.vllm.engine import refusal
+
+    config = worker(llm).vllm_config
+    assert refusal(config) == ""
+    for part, change, word in [
+        ("parallel_config", {"enable_eplb": True}, "load balancing"),
+        ("parallel_config", {"nnodes": 2}, "several pods"),
+        ("parallel_config", {"data_parallel_size": 2}, "data parallelism"),
+        ("model_config", {"quantization": "fp8"}, "fp8"),
+    ]:
+        real = getattr(config, part)
+        fake = type("Changed", (), {"__getattr__": lambda self, name, real=real: getattr(real, name)})()
+        for name, value in change.items():
+            setattr(fake, name, value)
+        changed = type("Config", (), {"__getattr__": lambda self, name: getattr(config, name)})()
+        setattr(changed, part, fake)
+        assert word in refusal(changed)
