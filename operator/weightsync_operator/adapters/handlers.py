@@ -18,7 +18,7 @@ from ..core import names
 from ..core.rounds import Settings
 from .agents import Agents
 from .kube import Kube, KubeError, KubeUnavailable
-from .reconcile import ObjectGone, Reconciler
+from .reconcile import LEAVE_SECONDS, ObjectGone, Reconciler
 from .tokens import Tokens
 
 _LOG = logging.getLogger(__name__)
@@ -90,8 +90,7 @@ class Handlers:
             names.API_VERSION,
             names.PLURAL,
             registry=registry,
-            cancellation_backoff=5.0,
-            cancellation_timeout=5.0,
+            cancellation_timeout=2.0,
         )(self._daemon)
 
     def _wake(self, key: Key) -> None:
@@ -204,4 +203,6 @@ def _configure(settings: kopf.OperatorSettings, **_: Any) -> None:
     settings.watching.connect_timeout = 10
     settings.watching.reconnect_backoff = 1.0
     settings.networking.request_timeout = 30
+    # A daemon that is told to stop says goodbye to its agents first; kopf looks only once at whether it is done.
+    settings.background.instant_exit_timeout = LEAVE_SECONDS + 1.0
     settings.watching.label_selectors["pods"] = LABEL_SYNC

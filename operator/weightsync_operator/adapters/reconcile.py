@@ -28,7 +28,8 @@ _LOG = logging.getLogger(__name__)
 
 _STEPS = 8
 """Durable steps that one call of `step` takes at most before it lets others have their turn."""
-_LEAVE_SECONDS = 3.0
+LEAVE_SECONDS = 3.0
+"""How long a deletion waits at most for agents to hear of it."""
 _FIRST_WORDS_SECONDS = 2.0
 _MIN_REPORT_SECONDS = 1.0
 """While a round runs, reports that change nothing but a message or a member's state wait this long."""
@@ -287,7 +288,7 @@ class Reconciler:
                 boot_id=state.boot_id, object_uid=self._uid, term=self._facts.term, epoch=epoch.number
             )
             self._agents.submit(Send(pod.name, pod.uid, "leave", request))
-        await self._agents.settle(_LEAVE_SECONDS)
+        await self._agents.settle(LEAVE_SECONDS)
 
 
 def _dump(model: Facts | Report) -> dict[str, Any]:

@@ -13,41 +13,40 @@ from typing import Any
 import pytest
 import yaml
 from tests.cluster import ApiServer
+from tests.cluster.binaries import binaries
 from tests.integration.control.fake_agents import FakeAgent, Fleet, eventually
 
 ROOT = Path(__file__).resolve().parents[3]
+CHART = ROOT / "charts" / "weightsync"
 SYSTEM = "weightsync-system"
 ACCOUNT = "weightsync-operator"
 
 
 @pytest.fixture(scope="session")
 def api() -> Iterator[ApiServer]:
+    """With the chart installed as helm renders it: a right that is missing there fails the tests here."""
     with ApiServer() as server:
-        server.apply(yaml.safe_load((ROOT / "crds/weightsync.dev_weightsyncs.yaml").read_text()))
-        server.namespace(SYSTEM)
-        server.service_account(SYSTEM, ACCOUNT)
-        _rights(server)
+        for crd in sorted((CHART / "crds").iterdir()):
+            server.apply(yaml.safe_load(crd.read_text()))
         server.kubectl("wait", "--for=condition=Established", "crd/weightsyncs.weightsync.dev")
+        server.namespace(SYSTEM)
+        server.apply(*render(SYSTEM))
         yield server
 
 
-def _rights(server: ApiServer) -> None:
-    """Exactly the chart's rules: what is missing there fails here."""
-    subject = [{"kind": "ServiceAccount", "name": ACCOUNT, "namespace": SYSTEM}]
-    rbac = "rbac.authorization.k8s.io"
-    for kind, file in (("ClusterRole", "cluster-rules"), ("Role", "own-rules")):
-        rules = yaml.safe_load((ROOT / f"charts/weightsync/files/{file}.yaml").read_text())
-        place: dict[str, Any] = {"name": ACCOUNT} | ({"namespace": SYSTEM} if kind == "Role" else {})
-        server.apply(
-            {"apiVersion": f"{rbac}/v1", "kind": kind, "metadata": place, "rules": rules},
-            {
-                "apiVersion": f"{rbac}/v1",
-                "kind": f"{kind}Binding",
-                "metadata": place,
-                "roleRef": {"apiGroup": rbac, "kind": kind, "name": ACCOUNT},
-                "subjects": subject,
-            },
-        )
+def render(namespace: str, *sets: str) -> list[dict[str, Any]]:
+    """The chart's objects, as `helm install --namespace` would create them."""
+    flags = [flag for value in sets for flag in ("--set", value)]
+    helm = str(binaries("helm")["helm"])
+    done = subprocess.run(
+        [helm, "template", "wsync", str(CHART), "--namespace", namespace, *flags],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [item for item in yaml.safe_load_all(done.stdout) if item]
 
 
 class Operator:

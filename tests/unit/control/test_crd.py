@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import pytest
 from pydantic import BaseModel, Field
+
 from weightsync_operator.api import crd
 
 

@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.unit.control.builders import Sim
+
 from weightsync_engine.protocol.messages import Problem
 
 VERIFY = ("prepare", "transfer", "commit")

@@ -6,6 +6,7 @@ import datetime
 import json
 
 from tests.unit.control.builders import WALL, Sim
+
 from weightsync_engine.protocol.messages import PlanSummary, Problem
 from weightsync_operator.api.types import Report
 from weightsync_operator.core import names
