@@ -15,7 +15,15 @@ from typing import Any
 
 import pytest
 
-from examples.demo.fleet import OPERATOR_NAMESPACE, ROOT, Answer, Fleet, FleetError, install_operator, wait_until
+from examples.demo.fleet import (
+    OPERATOR_NAMESPACE,
+    ROOT,
+    Answer,
+    Fleet,
+    FleetError,
+    install_operator,
+    wait_until,
+)
 from tests.cluster import Cluster
 
 pytestmark = pytest.mark.timeout(600)
@@ -147,12 +155,16 @@ def test_an_agent_refuses_requests_without_the_operators_credential(fleet: Fleet
 # ---- faults ------------------------------------------------------------------------------------------------
 
 
-def test_a_frozen_mover_is_named_and_the_round_is_repeated_without_it(fleet: Fleet, versions: Versions) -> None:
+def test_a_frozen_mover_is_named_and_the_round_is_repeated_without_it(
+    fleet: Fleet, versions: Versions
+) -> None:
     victim, other = servers(fleet)
     signal_in(fleet, victim, "STOP", "ws-mover-0")
     version = versions.start_next()
     wait_described(fleet, "Transferring", version)
-    assert fleet.ask(versions.committed)[other].version == versions.committed.version, "the other server goes on"
+    assert fleet.ask(versions.committed)[other].version == versions.committed.version, (
+        "the other server goes on"
+    )
     text = wait_described(fleet, "Failed", victim, seconds=60)
     assert version in text
     versions.finish(version)
@@ -169,7 +181,9 @@ def test_a_killed_trainer_mover_does_not_stop_training(fleet: Fleet, versions: V
     versions.finish(version)
 
 
-def test_an_operator_killed_in_the_middle_of_a_round_starts_it_again(fleet: Fleet, versions: Versions) -> None:
+def test_an_operator_killed_in_the_middle_of_a_round_starts_it_again(
+    fleet: Fleet, versions: Versions
+) -> None:
     signal_in(fleet, servers(fleet)[0], "STOP", "ws-mover-0")
     version = versions.start_next()
     wait_described(fleet, "Transferring", version)
@@ -190,7 +204,9 @@ def test_a_killed_server_comes_back_closed_and_catches_up(fleet: Fleet, versions
         return (True if restarts(fleet, victim) > before and victim in ready else None), ready
 
     wait_until(f"{victim} Ready again", back, 180)
-    assert fleet.ask(versions.committed)[victim] == Answer(versions.committed.version, versions.committed.tokens)
+    assert fleet.ask(versions.committed)[victim] == Answer(
+        versions.committed.version, versions.committed.tokens
+    )
     versions.commit_next()
 
 

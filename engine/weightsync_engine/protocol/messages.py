@@ -154,6 +154,8 @@ class AgentState(Message):
     """Grows with every change of this state: what the long poll waits for."""
     trainer: TrainerFacts | None = None
     inference: InferenceFacts | None = None
+    object_uid: str | None = None
+    """The WeightSync object that `epoch` and `round` belong to: another object's numbers may be the same."""
     epoch: EpochState | None = None
     round: RoundState | None = None
     """The newest round of that epoch."""

@@ -50,12 +50,12 @@ def seconds(default: int, what: str) -> Any:
     return Field(
         default=None,
         ge=1,
-        le=86400,
+        le=21600,
         description=f"{what} Default: {default}.",
         json_schema_extra=rules(
             (
-                "self >= 1 && self <= 86400",
-                f"must be 1 to 86400 whole seconds; leave it out for the default of {default}",
+                "self >= 1 && self <= 21600",
+                f"must be 1 to 21600 whole seconds; leave it out for the default of {default}",
             )
         ),
     )

@@ -53,6 +53,9 @@ from ..api.types import (
 from . import names
 from .members import SILENT_AFTER, Gate, Member, Pod, Remark, Roster, resolve
 
+MAX_SECONDS = 86400.0
+"""The longest time that a message can carry."""
+
 _ENDED = (RoundPhase.COMMITTED, RoundPhase.ABORTED, RoundPhase.FAILED)
 
 
@@ -661,9 +664,8 @@ class _Planner:
         lead = [m for m in undone if m.first_rank == 0]
         lead_first = lead and self.now < run.phase_since + self.settings.lead_wait
         for member in lead if lead_first else undone:
-            state = self._state(member)
-            in_round = round_state(state, member, run.epoch, run.number)
-            if in_round is not None and in_round.phase in (RoundPhase.COMMITTING, RoundPhase.FAILED):
+            in_round = round_state(self._state(member), member, run.epoch, run.number)
+            if in_round is not None and _flipping(in_round):
                 continue
             if overdue and member.role == ROLE_INFERENCE:
                 continue  # _admit_or_fence closes it
@@ -755,6 +757,11 @@ class _Planner:
             for m in members
             if (state := states[m.uid]) is not None and state.phase is EpochPhase.FAILED
         ]
+        aborted = self.memory.aborted
+        if failed and aborted is not None and aborted[0] == epoch.fact.number:
+            # It went down with the round, whose failure is told and counted already.
+            self.memory = replace(self.memory, epoch=None)
+            return
         if failed and not lost:
             member, problem = min(failed, key=lambda item: item[1].rank is None)
             self._fail_epoch(epoch, problem, self._pod_of_rank(members, problem.rank) or member.pod)
@@ -878,11 +885,16 @@ class _Planner:
         if epoch is not None and not epoch.joined:
             return
         wanted = target(self.seen, roster)
+        # A flip that failed for good holds its pod in the old round, and only another epoch gets it out.
+        stuck = any(m.state.round is not None and _stuck(m.state.round) for m in roster.inference)
         stale = (
-            epoch is None or epoch.keys != roster.fingerprint or epoch.transport != self.spec.wire_transport
+            epoch is None
+            or stuck
+            or epoch.keys != roster.fingerprint
+            or epoch.transport != self.spec.wire_transport
         )
         if stale:
-            joiner = epoch is None or bool(roster.fingerprint - epoch.keys)
+            joiner = epoch is None or stuck or bool(roster.fingerprint - epoch.keys)
             if wanted is not None or joiner:
                 self._begin_epoch()
         elif wanted is not None and epoch is not None:
@@ -918,6 +930,7 @@ class _Planner:
         limits = self.spec.limits
         number = self.memory.next_round
         span = limits.prepare + limits.transfer + limits.commit / 2 + 2 * self.settings.grace
+        span = min(span, MAX_SECONDS - limits.commit / 2 - 1)
         run = RoundRun(
             epoch=epoch.fact.number,
             number=number,
@@ -949,7 +962,7 @@ class _Planner:
                 pod=pod.name, uid=pod.uid, boot_id=state.boot_id, role=state.role, first_rank=0, ranks=1
             )
             if decision is not None and held == (decision.epoch, decision.round):
-                if state.round.phase is RoundPhase.VERIFIED:
+                if not _flipping(state.round):
                     self._send(
                         identity,
                         "commit",
@@ -1039,6 +1052,15 @@ class _Planner:
                 left = error.since + SILENT_AFTER - self.now
                 if left > 0:
                     self._wake(left + 0.01)
+
+
+def _flipping(state: RoundState) -> bool:
+    """Told to commit and at it: nothing to repeat. With a problem the flip has ended, and may be tried again."""
+    return state.phase is RoundPhase.COMMITTING and state.problem is None
+
+
+def _stuck(state: RoundState) -> bool:
+    return state.phase is RoundPhase.COMMITTING and state.problem is not None
 
 
 def _unexplained() -> Problem:
