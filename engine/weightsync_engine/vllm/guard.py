@@ -7,6 +7,8 @@ only what is known to produce nothing (health, metrics, models, documentation) a
 from __future__ import annotations
 
 import json
+import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,10 +16,12 @@ from typing import Protocol
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..protocol.names import ROUTE_PREFIX, ROUTE_READY
+from ..protocol.names import ENV_POD_NAME, ROUTE_PREFIX, ROUTE_READY
 
 HEADER = "x-weightsync-version"
 """Response header: the version that was live when the response began; `loaded` for what vLLM loaded itself."""
+POD_HEADER = "x-weightsync-pod"
+"""Response header: the pod that answered, so that a client of a Service can tell its servers apart."""
 RETRY_SECONDS = 2
 OPEN_PATHS = frozenset(
     {
@@ -54,6 +58,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, gate: Callable[[], Gate]) -> None:
         self.app = app
+        self._pod = os.environ.get(ENV_POD_NAME) or socket.gethostname()
         self._gate = gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -77,16 +82,17 @@ class Guard:
         elif not verdict.passes:
             await _refuse(send, verdict.because)
         else:
-            await self.app(scope, receive, _labelled(send, verdict.version))
+            await self.app(scope, receive, self._labelled(send, verdict.version))
 
+    def _labelled(self, send: Send, version: str) -> Send:
+        async def labelled(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers[HEADER] = version
+                headers[POD_HEADER] = self._pod
+            await send(message)
 
-def _labelled(send: Send, version: str) -> Send:
-    async def labelled(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            MutableHeaders(scope=message)[HEADER] = version
-        await send(message)
-
-    return labelled
+        return labelled
 
 
 async def _refuse(send: Send, because: str) -> None:
