@@ -156,8 +156,8 @@ async def _work(
         ),
         name="kopf",
     )
-    # kopf takes the signals over once it runs; this is for one that came just before. (Not kopf's own stop_flag:
-    # its waiter would hold up every other end by 5 s.)
+    # kopf takes the signals over once it runs; this is for one that came just before. (Not kopf's own
+    # stop_flag: its waiter would hold up every other end by 5 s.)
     halt = asyncio.create_task(stop.wait(), name="signal")
     try:
         await asyncio.wait({keep, operator, halt}, return_when=asyncio.FIRST_COMPLETED)

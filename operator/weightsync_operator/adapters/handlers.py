@@ -1,4 +1,5 @@
-"""kopf's side: one daemon for each object, woken by events on the object and on its pods. No decisions here."""
+"""kopf's side: one daemon for each object, woken by events on the object and on its pods. No decisions
+here."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class Pods:
         self._owners: dict[str, Key] = {}
 
     def put(self, raw: dict[str, Any], *, deleted: bool = False) -> set[Key]:
-        """Notes an event; the objects that it concerns: the old and the new owner of a relabelled pod alike."""
+        """Notes an event; the objects that it concerns: the old and the new owner of a relabelled pod
+        alike."""
         uid = raw["metadata"]["uid"]
         touched = {self._owners[uid]} if uid in self._owners else set()
         owner = raw["metadata"].get("labels", {}).get(LABEL_SYNC)
@@ -203,6 +205,7 @@ def _configure(settings: kopf.OperatorSettings, **_: Any) -> None:
     settings.watching.connect_timeout = 10
     settings.watching.reconnect_backoff = 1.0
     settings.networking.request_timeout = 30
-    # A daemon that is told to stop says goodbye to its agents first; kopf looks only once at whether it is done.
+    # A daemon that is told to stop says goodbye to its agents first; kopf looks only once at whether it is
+    # done.
     settings.background.instant_exit_timeout = LEAVE_SECONDS + 1.0
     settings.watching.label_selectors["pods"] = LABEL_SYNC

@@ -77,7 +77,8 @@ class Kube:
         query: Mapping[str, str] | None = None,
         content_type: str = "application/json",
     ) -> dict[str, Any]:
-        """One call. Raises KubeError for a refusal and KubeUnavailable when it is unclear what became of it."""
+        """One call. Raises KubeError for a refusal and KubeUnavailable when it is unclear what became of
+        it."""
         try:
             async with asyncio.timeout(self._timeout):
                 call = await self._api.param_serialize(

@@ -71,8 +71,9 @@ class Reconciler:
     async def _begin(self) -> None:
         """Raises the term with a compare-and-swap, and goes on from what the object says.
 
-        This is every operator start, and also the way out of a write with an unclear end: the new resourceVersion
-        keeps that write from being done any later, and what it may have done already is read here.
+        This is every operator start, and also the way out of a write with an unclear end: the new
+        resourceVersion keeps that write from being done any later, and what it may have done already is
+        read here.
         """
         raw = await self._read()
         status = raw.get("status") or {}
@@ -99,7 +100,8 @@ class Reconciler:
         self._take_over_report(status)
 
     def _take_over_report(self, status: dict[str, Any]) -> None:
-        """What an earlier operator showed: rounds stay on the list, and an equal report is not written again."""
+        """What an earlier operator showed: rounds stay on the list, and an equal report is not written
+        again."""
         self._reported = {key: value for key, value in status.items() if key not in _dump_names(Facts)}
         try:
             old = Report.model_validate({"observedGeneration": 0, "conditions": (), **status})
@@ -274,7 +276,8 @@ class Reconciler:
     # ---- the end -------------------------------------------------------------------------------------------
 
     async def leave(self, raw: Sequence[dict[str, Any]]) -> None:
-        """The object is being deleted: pods serve on as they are. Ends in a few seconds whatever the pods do."""
+        """The object is being deleted: pods serve on as they are. Ends in a few seconds whatever the pods
+        do."""
         epoch = self._facts.epoch if self._facts else None
         if epoch is None or self._facts is None:
             return

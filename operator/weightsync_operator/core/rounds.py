@@ -1,13 +1,16 @@
 """The planner: what is durable, remembered and seen now -> what to record, send and show next.
 
-`plan` is called again and again with whatever is true at that moment (level-triggered): it repeats a request until
-the agent's own state shows its effect, so lost answers, duplicate events and restarts change nothing but latency.
+`plan` is called again and again with whatever is true at that moment (level-triggered): it repeats a
+request until the agent's own state shows its effect, so lost answers, duplicate events and restarts change
+nothing but latency.
 
 Order of things that must never break:
 
-* Nothing is sent for an epoch before `Facts.epoch` holds it, no commit before `Facts.decision` holds the round. When
-  a plan asks for facts, its caller records them (with a precondition) before it calls `plan` again.
-* A decision needs every member's VERIFIED in an answer to a request that was sent after all were seen verified.
+* Nothing is sent for an epoch before `Facts.epoch` holds it, no commit before `Facts.decision` holds the
+  round. When a plan asks for facts, its caller records them (with a precondition) before it calls `plan`
+  again.
+* A decision needs every member's VERIFIED in an answer to a request that was sent after all were seen
+verified.
 * An unfinished decision is rolled forward by every operator; any other unfinished round is aborted.
 """
 
@@ -246,7 +249,8 @@ def committing(memory: Memory, observed: Observed, member: Member, settings: Set
 
 
 def serves(memory: Memory, observed: Observed, member: Member, settings: Settings) -> bool:
-    """Whether this inference pod counts as in sync: it serves what the fleet serves, or is just flipping to it."""
+    """Whether this inference pod counts as in sync: it serves what the fleet serves, or is just flipping to
+    it."""
     facts = member.state.inference
     if facts is None or not facts.serving:
         return False
@@ -318,7 +322,9 @@ class _Planner:
 
     def __init__(self, memory: Memory, observed: Observed, settings: Settings) -> None:
         self.memory = memory
-        self.seen = observed
+        self.seen = observed = replace(
+            observed, pods=tuple(_without_others(pod, observed.uid) for pod in observed.pods)
+        )
         self.settings = settings
         self.now = observed.now
         self.facts = observed.facts
@@ -829,7 +835,8 @@ class _Planner:
                 epoch,
                 Problem(
                     reason=names.BAD_RENDEZVOUS,
-                    message=f"published {rendezvous.host!r} as the address of the store, which other pods cannot "
+                    message=f"published {rendezvous.host!r} as the address of the store, which other "
+                    "pods cannot "
                     "reach; set WEIGHTSYNC_POD_IP in it by the downward API",
                 ),
                 lead.pod,
@@ -853,7 +860,8 @@ class _Planner:
         if summary is None or summary.parameters == 0:
             problem = Problem(
                 reason=names.ZERO_PARAMETERS,
-                message="the trainer has no parameters to send; give Publisher the model whose weights are served",
+                message="the trainer has no parameters to send; give Publisher the model whose weights "
+                "are served",
             )
             self._fail_epoch(epoch, problem, lead.pod)
             return
@@ -949,7 +957,8 @@ class _Planner:
     # ---- what every look puts right ------------------------------------------------------------------------
 
     def _end_strays(self) -> None:
-        """Ends rounds that agents hold and nobody runs: an unrecorded one is aborted, a decided one committed."""
+        """Ends rounds that agents hold and nobody runs: an unrecorded one is aborted, a decided one
+        committed."""
         running, decision = self.memory.round, self.facts.decision
         for pod in self.seen.pods:
             state = pod.agent.state
@@ -1029,8 +1038,9 @@ class _Planner:
                 elif not committing(self.memory, self.seen, member, self.settings):
                     self._gate(pod, False, *self._why_out(facts))
             elif state is not None and state.inference is not None and state.role == ROLE_INFERENCE:
-                # Silent or out of order. A pod that the operator merely cannot reach goes on as it was, unless it
-                # is known to be behind: a partition must not take a fleet that is in sync out of service.
+                # Silent or out of order. A pod that the operator merely cannot reach goes on as it was,
+                # unless it is known to be behind: a partition must not take a fleet that is in sync out of
+                # service.
                 remark = remarks.get(pod.name)
                 silent = remark is not None and remark.reason == names.AGENT_SILENT
                 if remark is not None and (not silent or not holds(state.inference, self.facts, self.spec)):
@@ -1055,8 +1065,20 @@ class _Planner:
 
 
 def _flipping(state: RoundState) -> bool:
-    """Told to commit and at it: nothing to repeat. With a problem the flip has ended, and may be tried again."""
+    """Told to commit and at it: nothing to repeat. With a problem the flip has ended, and may be tried
+    again."""
     return state.phase is RoundPhase.COMMITTING and state.problem is None
+
+
+def _without_others(pod: Pod, uid: str) -> Pod:
+    """Without an epoch and a round that another object, of the same name, once made: their numbers mean
+    nothing."""
+    state = pod.agent.state
+    if state is None or state.object_uid == uid or (state.epoch is None and state.round is None):
+        return pod
+    return replace(
+        pod, agent=replace(pod.agent, state=state.model_copy(update={"epoch": None, "round": None}))
+    )
 
 
 def _stuck(state: RoundState) -> bool:

@@ -100,10 +100,18 @@ class SimAgent:
             fields["inference"] = InferenceFacts(workers=self.state.inference.workers)
         self.update(boot_id=f"boot-{self.generation}-of-{self.state.pod_name}", **fields)
 
+    def publish(self, published: Published) -> None:
+        assert self.state.trainer is not None
+        self.update(trainer=self.state.trainer.model_copy(update={"published": published}))
+
+    def time_passes(self, now: float) -> None:
+        """Nothing here has a deadline of its own."""
+
     def take(self, verb: str, request: Addressed) -> None:
         if not self.alive or request.boot_id != self.state.boot_id or request.term < self.term:
             return
         self.term = request.term
+        self.state = self.state.model_copy(update={"object_uid": request.object_uid})
         now = self.state.round
         match request:
             case JoinEpoch():
@@ -197,7 +205,7 @@ class Sim:
         self.agents: dict[str, SimAgent] = {}
         for rank in range(trainers):
             name = f"trainer-{rank}"
-            self.agents[name] = SimAgent(trainer_state(name, ranks=(rank,), world=trainers))
+            self.agents[name] = self.make(trainer_state(name, ranks=(rank,), world=trainers))
         for index in range(pods):
             self.add(f"vllm-{index}")
         self.gone: set[str] = set()
@@ -214,17 +222,16 @@ class Sim:
         self.last: Plan | None = None
 
     def add(self, name: str, **fields: Any) -> SimAgent:
-        self.agents[name] = SimAgent(inference_state(name, **fields))
+        self.agents[name] = self.make(inference_state(name, **fields))
         return self.agents[name]
+
+    def make(self, state: AgentState) -> SimAgent:
+        return SimAgent(state)
 
     def publish(self, version: str, sequence: int) -> None:
         for agent in self.agents.values():
             if agent.state.trainer is not None:
-                agent.update(
-                    trainer=agent.state.trainer.model_copy(
-                        update={"published": Published(version=version, sequence=sequence)}
-                    )
-                )
+                agent.publish(Published(version=version, sequence=sequence))
 
     def observed(self) -> Observed:
         pods = []
@@ -263,6 +270,8 @@ class Sim:
     def step(self, *, deliver: Any = lambda send: True, write: bool = True, seconds: float = 0.1) -> Plan:
         """One turn of the loop: `deliver` says which requests arrive, `write` whether facts are stored."""
         self.now += seconds
+        for agent in self.agents.values():
+            agent.time_passes(self.now)
         decided = self.decide()
         self.events += [f"{note.reason}: {note.message}" for note in decided.events]
         if decided.facts is not None:

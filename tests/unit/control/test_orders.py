@@ -1,4 +1,5 @@
-"""Whatever happens in whatever order: the facts come first, nothing is undone, and in the end all are in sync."""
+"""Whatever happens in whatever order: the facts come first, nothing is undone, and in the end all are in
+sync."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.unit.control.builders import Sim
+from tests.unit.control.real_sessions import RealSim
 
 from weightsync_engine.protocol.messages import Problem
 
@@ -14,15 +16,19 @@ PODS = st.sampled_from(["vllm-0", "vllm-1", "trainer-0"])
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """`Sim` itself asserts, at every step, that nothing is sent before its facts are recorded, that no commit goes
-    out without its decision, no decided round is aborted, and that terms, epochs and rounds only grow."""
+    """`Sim` itself asserts, at every step, that nothing is sent before its facts are recorded, that no
+    commit goes out without its decision, no decided round is aborted, and that terms, epochs and rounds
+    only grow."""
 
+    world: type[Sim] = Sim
     sim: Sim
     published = 0
 
     @initialize()
     def begin(self) -> None:
-        self.sim = Sim(retry={"backoffSeconds": 1, "maxBackoffSeconds": 2}, deadlines={"commitSeconds": 5})
+        self.sim = self.world(
+            retry={"backoffSeconds": 1, "maxBackoffSeconds": 2}, deadlines={"commitSeconds": 5}
+        )
         self.term = 1
         self.decided: list[str] = []
 
@@ -104,10 +110,17 @@ class AnyOrder(RuleBasedStateMachine):
         self.sim.run(lambda: self.sim.in_sync(version), steps=400, seconds=0.5)
 
 
-AnyOrder.TestCase.settings = settings(
+class AnyOrderWithRealSessions(AnyOrder):
+    """The same, with the agents' own session machine on the other side."""
+
+    world = RealSim
+
+
+AnyOrder.TestCase.settings = AnyOrderWithRealSessions.TestCase.settings = settings(
     max_examples=60,
     stateful_step_count=25,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
 TestAnyOrder = AnyOrder.TestCase
+TestAnyOrderWithRealSessions = AnyOrderWithRealSessions.TestCase
