@@ -146,8 +146,8 @@ class AgentCore:
 
     @property
     def serving(self) -> bool:
-        """Whether generation may pass (inference). A server that cannot take part may serve what it loaded, if the
-        operator admits that; it is never ready."""
+        """Whether generation may pass (inference). A server that cannot take part may serve what it loaded,
+        if the operator admits that; it is never ready."""
         return self.session.guard.open and not self._closed
 
     @property

@@ -1,7 +1,8 @@
 """The checkpoint that a vLLM server loaded its weights from: names, shapes, and samples of values.
 
-Only safetensors files of a local folder (or of the local Hugging Face cache) are read; headers and single rows, so
-that it takes milliseconds. Everything else counts as "no checkpoint to compare with", with the reason.
+Only safetensors files of a local folder (or of the local Hugging Face cache) are read; headers and single
+rows, so that it takes milliseconds. Everything else counts as "no checkpoint to compare with", with the
+reason.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Checkpoint:
         self._stack.close()
 
     def sample(self, name: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
-        """The first and the last row of a box of a parameter: each with its own box, in the checkpoint's dtype."""
+        """The first and the last row of a box of a parameter: each with its own box, in the checkpoint's
+        dtype."""
         if not box.shape:
             yield box, self._files[name].get_tensor(name)
             return

@@ -1,7 +1,7 @@
 """Entry point of `vllm.endpoint_plugins`: the pod's agent, as routes on vLLM's own port, and the guard.
 
-vLLM loads it only where `VLLM_PLUGINS` names it (`VLLM_PLUGINS=weightsync`). In a server without the backend it
-guards nothing: it only says, on its own routes, what is missing.
+vLLM loads it only where `VLLM_PLUGINS` names it (`VLLM_PLUGINS=weightsync`). In a server without the backend
+it guards nothing: it only says, on its own routes, what is missing.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class EndpointPlugin:
         app.add_middleware(Guard, gate=lambda: self)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
-        """Build the agent over the engine client. Never raises: a server without an agent must still start."""
+        """Build the agent over the engine client. Never raises: a server without an agent must still
+        start."""
         try:
             await self._init(engine_client, args)
         except Exception as e:
@@ -97,7 +98,8 @@ class EndpointPlugin:
 async def _server_of(
     engine_client: EngineClient | None, backend: str | None, args: Namespace
 ) -> tuple[VllmServer, list[str]]:
-    """The server, and one mover socket for each worker. A server that cannot take part says why in `problem`."""
+    """The server, and one mover socket for each worker. A server that cannot take part says why in
+    `problem`."""
     if engine_client is None:
         return _unfit(None, 1, "NoEngine", "this vLLM process only renders prompts and holds no model")
     parallel = engine_client.vllm_config.parallel_config

@@ -1,9 +1,9 @@
 """The worker's engine: `WeightSyncEngine`, which vLLM builds in every worker right after it loaded the model.
 
-It resolves the model, takes memory for the shadow (before vLLM sizes its KV cache) and starts the mover beside
-the worker. Whatever goes wrong here is kept as the worker's problem and told to the agent: the server starts and
-serves all the same. Nothing that is reached through vLLM's collective calls raises when there is more than one
-worker: vLLM would pair the answers of later calls wrongly for ever after.
+It resolves the model, takes memory for the shadow (before vLLM sizes its KV cache) and starts the mover
+beside the worker. Whatever goes wrong here is kept as the worker's problem and told to the agent: the server
+starts and serves all the same. Nothing that is reached through vLLM's collective calls raises when there is
+more than one worker: vLLM would pair the answers of later calls wrongly for ever after.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ REASONS = 8
 
 @dataclass(kw_only=True)
 class InitInfo(WeightTransferInitInfo):
-    """Without Kubernetes: what `/init_weight_transfer_engine` takes. Equal on all workers of all servers but for
-    `rank_offset`, the first worker's rank of this server."""
+    """Without Kubernetes: what `/init_weight_transfer_engine` takes. Equal on all workers of all servers but
+    for `rank_offset`, the first worker's rank of this server."""
 
     rank_offset: int = -1
     world_size: int = 0
@@ -305,8 +305,8 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return None
 
     def _report(self, problem: Problem | None) -> None:
-        """Raise a problem if this is the only worker; else keep it for `weightsync_live`: an exception in one of
-        several workers would desynchronise all later answers."""
+        """Raise a problem if this is the only worker; else keep it for `weightsync_live`: an exception in one
+        of several workers would desynchronise all later answers."""
         self._alone = problem
         if problem is None:
             return

@@ -136,9 +136,9 @@ class VllmProcess:
             "--model", str(model), "--served-model-name", "policy", "--skip-tokenizer-init",
             "--host", "127.0.0.1", "--port", str(self.port),
             "--dtype", "float32", "--enforce-eager", "--max-model-len", "512",
-            "--kv-cache-memory-bytes", "67108864", "--tensor-parallel-size", str(tp), "--disable-uvicorn-access-log",
-            *(["--weight-transfer-config", json.dumps({"backend": backend})] if backend else []),
-            *arguments,
+            "--kv-cache-memory-bytes", "67108864", "--tensor-parallel-size", str(tp),
+            "--disable-uvicorn-access-log", *(["--weight-transfer-config", json.dumps({"backend": backend})]
+            if backend else []), *arguments,
         ]  # fmt: skip
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -242,7 +242,8 @@ class Stream(threading.Thread):
             self.error = f"{type(e).__name__}: {e}"
 
     def switched_at(self, after: Callable[[list[int], int], list[int]]) -> list[int]:
-        """All positions k from which the rest is what `after` (greedy continuation) makes of the first k tokens."""
+        """All positions k from which the rest is what `after` (greedy continuation) makes of the first k
+        tokens."""
         return [
             k
             for k in range(len(self.tokens) + 1)

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.integration.vllm import serving, tiny
 
 from weightsync_engine.layout.boxes import Box
 from weightsync_engine.resolve.checkpoint import Checkpoint, open_checkpoint
 from weightsync_engine.resolve.manifest import TRANSFORMS, Resolved, resolve
-
-from tests.integration.vllm import serving, tiny
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -38,8 +37,9 @@ def llm(first: Path) -> Iterator[Any]:
     """vLLM in this process, built as a server builds it: plugin, engine, shadow, mover."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "VLLM_PLUGINS": "weightsync",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": "127.0.0.1",
+            "GLOO_SOCKET_IFNAME": "lo", "VLLM_PLUGINS": "weightsync",
         }.items():  # fmt: skip
             patch.setenv(name, value)
         patch.syspath_prepend(serving.LIVE_WEIGHTS)
@@ -49,8 +49,8 @@ def llm(first: Path) -> Iterator[Any]:
         from vllm import LLM
 
         llm = LLM(
-            str(first), dtype="float32", enforce_eager=True, max_model_len=256, kv_cache_memory_bytes=64 << 20,
-            skip_tokenizer_init=True, weight_transfer_config={"backend": "weightsync"}, seed=0,
+            str(first), dtype="float32", enforce_eager=True, max_model_len=256,
+            kv_cache_memory_bytes=64 << 20, skip_tokenizer_init=True, weight_transfer_config={"backend": "weightsync"}, seed=0,
         )  # fmt: skip
         yield llm
         worker(llm).weight_transfer_engine.shutdown()
@@ -181,7 +181,8 @@ def test_the_description_names_the_movers_socket(llm: Any) -> None:
     assert answer["not_compared"] == ""
 
 
-# ---- what is refused, on the live model with one thing changed ----------------------------------------------
+# ---- what is refused, on the live model with one thing changed
+# ----------------------------------------------
 
 
 def reason(model: torch.nn.Module, checkpoint: Checkpoint | None, name: str) -> str:
@@ -297,7 +298,7 @@ def test_without_a_checkpoint_only_layers_that_load_plainly_are_resolved(
     norm = original.get_submodule("model.norm")
     monkeypatch.setattr(norm, "__class__", type("OwnNorm", (type(norm),), {"__module__": "a.custom.model"}))
     said = reason(original, None, "model.norm.weight")
-    assert "no checkpoint to compare it with" in said
+    assert "no checkpoint to compare with" in said
 
 
 def test_a_reason_for_the_whole_model_refuses_all_of_it(original: torch.nn.Module) -> None:
