@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,7 +28,7 @@ class Checkpoint:
     def __init__(self, files: list[Path]) -> None:
         self._stack = contextlib.ExitStack()
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._files: dict[str, safe_open] = {}
+        self._files: dict[str, Any] = {}
         try:
             for file in files:
                 opened = self._stack.enter_context(safe_open(file, framework="pt"))

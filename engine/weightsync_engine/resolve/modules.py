@@ -140,8 +140,8 @@ def _forward_reads(module: nn.Module, weight: torch.Tensor) -> bool:
         return not bool(product(ones, torch.zeros_like(weight), None).any()) or not bool(weight.any())
 
 
-def _sharded(base: LiveTensor, module: nn.Module, parameter: nn.Parameter) -> LiveTensor:
-    """The runs of a parameter, by the loader that its module gave it."""
+def _sharded(base: LiveTensor, module: Any, parameter: nn.Parameter) -> LiveTensor:
+    """The runs of a parameter, by the loader that its module (an nn.Module) gave it."""
     from vllm.model_executor.layers import linear
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader

@@ -46,7 +46,7 @@ REASONS = 8
 
 
 @dataclass(kw_only=True)
-class InitInfo(WeightTransferInitInfo):
+class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     """Without Kubernetes: what `/init_weight_transfer_engine` takes. Equal on all workers of all servers but
     for `rank_offset`, the first worker's rank of this server."""
 
@@ -66,7 +66,7 @@ class InitInfo(WeightTransferInitInfo):
 
 
 @dataclass(kw_only=True)
-class UpdateInfo(WeightTransferUpdateInfo):
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """Without Kubernetes: what `/update_weights` takes."""
 
     version: str = ""
@@ -75,7 +75,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     error: str = ""
 
 
-class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
     """One vLLM worker's shadow, mover and flip."""
 
     init_info_cls = InitInfo
@@ -197,15 +197,15 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
         try:
-            return super().parse_init_info({k: v for k, v in init_dict.items() if k != "error"})
-        except ValueError as e:
-            return InitInfo(error=str(e))
+            return InitInfo(**{k: v for k, v in init_dict.items() if k != "error"})
+        except (TypeError, AttributeError) as e:
+            return InitInfo(error=f"init_info does not fit: {e}")
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> UpdateInfo:
         try:
-            return super().parse_update_info({k: v for k, v in update_dict.items() if k != "error"})
-        except ValueError as e:
-            return UpdateInfo(error=str(e))
+            return UpdateInfo(**{k: v for k, v in update_dict.items() if k != "error"})
+        except (TypeError, AttributeError) as e:
+            return UpdateInfo(error=f"update_info does not fit: {e}")
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Join the epoch. With one worker a failure raises; with more it is kept, see `_report`."""
@@ -374,8 +374,8 @@ def refusal(config: VllmConfig) -> str:
         return "data parallelism inside a server is not supported yet: use one server for each replica"
     if config.speculative_config is not None:
         return "a server with a draft model is not supported yet"
-    offload = getattr(config, "offload_config", None)
-    if offload is not None and getattr(getattr(offload, "uva", None), "cpu_offload_gb", 0):
+    uva: Any = getattr(getattr(config, "offload_config", None), "uva", None)
+    if uva is not None and uva.cpu_offload_gb:
         return "weights that are offloaded to the CPU are not supported"
     return ""
 

@@ -50,7 +50,8 @@ def llm(first: Path) -> Iterator[Any]:
 
         llm = LLM(
             str(first), dtype="float32", enforce_eager=True, max_model_len=256,
-            kv_cache_memory_bytes=64 << 20, skip_tokenizer_init=True, weight_transfer_config={"backend": "weightsync"}, seed=0,
+            kv_cache_memory_bytes=64 << 20, skip_tokenizer_init=True, seed=0,
+            weight_transfer_config={"backend": "weightsync"},
         )  # fmt: skip
         yield llm
         worker(llm).weight_transfer_engine.shutdown()
