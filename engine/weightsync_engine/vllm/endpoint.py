@@ -6,6 +6,7 @@ it guards nothing: it only says, on its own routes, what is missing.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import uuid
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOADED = "loaded"
+LEAVE_EVERY_SECONDS = 0.2
 START_WITH = f'start vLLM with --weight-transfer-config \'{{"backend": "{BACKEND}"}}\''
 
 
@@ -46,6 +48,7 @@ class EndpointPlugin:
         self.server: VllmServer | None = None
         self.routes: ASGIApp = _starting
         self._guarded = True
+        self._leaving: asyncio.Task[None] | None = None
 
     def attach_router(self, app: FastAPI) -> None:
         """Put the guard, which also answers for our routes, in front of the app. Runs before `init_state`."""
@@ -55,13 +58,13 @@ class EndpointPlugin:
         """Build the agent over the engine client. Never raises: a server without an agent must still
         start."""
         try:
-            await self._init(engine_client, args)
+            await self._init(engine_client, state, args)
         except Exception as e:
             log.exception("the agent of this pod cannot start")
             because = f"the agent of this pod cannot start: {type(e).__name__}: {e}"
             self.routes = _Broken(because)
 
-    async def _init(self, engine_client: EngineClient | None, args: Namespace) -> None:
+    async def _init(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         backend = None
         if engine_client is not None:
             config = engine_client.vllm_config.weight_transfer_config
@@ -81,6 +84,9 @@ class EndpointPlugin:
         await core.start()
         self.routes = Router(routes=list(routes(core, verifier)))
         self.core = core
+        self._leaving = asyncio.get_running_loop().create_task(
+            _close_with(state, core), name="weightsync-leave"
+        )
 
     def verdict(self) -> Verdict | None:
         """What the guard does with a request that may generate."""
@@ -93,6 +99,14 @@ class EndpointPlugin:
             return Verdict(False, self.core.closed_because)
         version = self.server.version if self.server is not None else None
         return Verdict(True, "", version or LOADED)
+
+
+async def _close_with(state: State, core: AgentCore) -> None:
+    """End the agent, and with it the long polls, as soon as vLLM stops its HTTP server: it waits for every
+    request that is still open, and a long poll would hold it up. vLLM tells plugins nothing of its end."""
+    while not getattr(getattr(state, "server", None), "should_exit", False):  # noqa: ASYNC110
+        await asyncio.sleep(LEAVE_EVERY_SECONDS)
+    await core.close()
 
 
 async def _server_of(

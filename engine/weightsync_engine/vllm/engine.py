@@ -372,6 +372,10 @@ def refusal(config: VllmConfig) -> str:
         return "one vLLM server over several pods is not supported: give each pod a server of its own"
     if parallel.data_parallel_size > 1:
         return "data parallelism inside a server is not supported yet: use one server for each replica"
+    if parallel.distributed_executor_backend == "ray":
+        return "vLLM's Ray executor is not supported: use --distributed-executor-backend mp"
+    if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0", "false", "False"):
+        return "vLLM's Rust front end bypasses the agent: unset VLLM_USE_RUST_FRONTEND"
     if config.speculative_config is not None:
         return "a server with a draft model is not supported yet"
     uva: Any = getattr(getattr(config, "offload_config", None), "uva", None)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +13,8 @@ import httpx
 import pytest
 from tests.integration.vllm import tiny
 from tests.integration.vllm.serving import Operator, VllmProcess, alive, running
+
+from weightsync_engine.protocol.names import ROUTE_STATE
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -90,24 +95,35 @@ def test_a_server_without_the_backend_is_not_guarded_and_says_what_to_start_it_w
     assert server.movers() == []
 
 
-@pytest.mark.parametrize("time", range(STOPS))
-def test_a_server_at_tp_2_with_movers_stops_within_5_seconds(
-    folder: Path, checkpoint: Path, operator: Operator, time: int
+@pytest.mark.parametrize("stop", range(STOPS))
+def test_a_server_at_tp_2_with_movers_and_an_open_long_poll_stops_within_5_seconds(
+    folder: Path, checkpoint: Path, operator: Operator, stop: int
 ) -> None:
-    with running(VllmProcess(checkpoint, folder / f"stop-{time}", operator, tp=2)) as server:
+    with running(VllmProcess(checkpoint, folder / f"stop-{stop}", operator, tp=2)) as server:
         movers = server.movers()
         assert len(movers) >= 2
-        took = server.terminate(30)
+        seen = operator.until(server.url, lambda s: s.inference is not None, 30).revision
+        poll = threading.Thread(target=_poll, args=(server.url, operator, seen), daemon=True)
+        poll.start()
+        poll.join(1.0)
+        assert poll.is_alive(), "the long poll must be open when the server is told to stop"
+        took = server.terminate(40)
         print(f"stopped in {took:.2f} s")
         assert took < 5
-        assert not [pid for pid in movers if alive(pid)] or _leave(movers)
+        assert _gone(movers), "movers outlive their server"
 
 
-def _leave(movers: list[int], seconds: float = 10.0) -> bool:
-    import time
+def _poll(url: str, operator: Operator, seen: int) -> None:
+    with contextlib.suppress(httpx.HTTPError):
+        httpx.get(
+            url + ROUTE_STATE, params={"seen": seen, "wait": 30}, headers=operator.headers(), timeout=60,
+            trust_env=False,
+        )  # fmt: skip
 
+
+def _gone(pids: list[int], seconds: float = 10.0) -> bool:
     deadline = time.monotonic() + seconds
-    while any(alive(pid) for pid in movers):
+    while any(alive(pid) for pid in pids):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)

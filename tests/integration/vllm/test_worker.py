@@ -317,7 +317,9 @@ def test_a_checkpoint_of_other_shapes_is_told_with_both(
     assert "[64]" in said
 
 
-def test_set_ups_that_cannot_be_updated_are_refused_with_the_reason(llm: Any) -> None:
+def test_set_ups_that_cannot_be_updated_are_refused_with_the_reason(
+    llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from weightsync_engine.vllm.engine import refusal
 
     config = worker(llm).vllm_config
@@ -326,6 +328,7 @@ def test_set_ups_that_cannot_be_updated_are_refused_with_the_reason(llm: Any) ->
         ("parallel_config", {"enable_eplb": True}, "load balancing"),
         ("parallel_config", {"nnodes": 2}, "several pods"),
         ("parallel_config", {"data_parallel_size": 2}, "data parallelism"),
+        ("parallel_config", {"distributed_executor_backend": "ray"}, "Ray"),
         ("model_config", {"quantization": "fp8"}, "fp8"),
     ]:
         real = getattr(config, part)
@@ -335,3 +338,5 @@ def test_set_ups_that_cannot_be_updated_are_refused_with_the_reason(llm: Any) ->
         changed = type("Config", (), {"__getattr__": lambda self, name: getattr(config, name)})()
         setattr(changed, part, fake)
         assert word in refusal(changed)
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    assert "VLLM_USE_RUST_FRONTEND" in refusal(config)
