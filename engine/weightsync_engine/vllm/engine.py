@@ -58,7 +58,9 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     master_port: int = 0
     key: str = field(default="", repr=False)
     """Secret of the epoch, at least 32 characters."""
+    object_uid: str = "vllm"
     epoch: int = 1
+    """Whose epoch, and which: names the keys in the store."""
     transport: str = "auto"
     deadline_seconds: float = 120.0
     error: str = ""
@@ -236,7 +238,7 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
                 reason="NothingReceived", message="no version was received and verified in this update"
             )
         else:
-            want = Flipped("vllm", self._init.epoch, self._update.round, self._update.version)
+            want = Flipped(self._init.object_uid, self._init.epoch, self._update.round, self._update.version)
             problem = self.shadow.flip(want)
         self._report(problem)
 
@@ -262,7 +264,7 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
             return self.problem
         try:
             join = MoverJoin(
-                object_uid="vllm",
+                object_uid=init_info.object_uid,
                 term=1,
                 epoch=init_info.epoch,
                 rank=init_info.rank_offset + self.rank,

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.integration.vllm import tiny
+from tests.integration.vllm import serving, tiny
 from tests.integration.vllm.fleet import Fleet, Trainer, switch, timed
 from tests.integration.vllm.serving import Operator, Stream, VllmProcess, alive
 
 from weightsync_engine.protocol.messages import EpochPhase, RoundPhase
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.fixture(scope="module")
@@ -268,7 +268,7 @@ def test_a_container_that_restarts_in_place_never_answers_with_stale_weights(
     server.kill()
     server.start()
     seen: set[int] = set()
-    deadline = time.monotonic() + 400
+    deadline = time.monotonic() + serving.START_SECONDS
     while 503 not in seen:
         assert time.monotonic() < deadline, server.tail()
         with contextlib.suppress(httpx.TransportError):

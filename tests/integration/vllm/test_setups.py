@@ -16,7 +16,7 @@ from tests.integration.vllm.serving import Operator, VllmProcess, alive, running
 
 from weightsync_engine.protocol.names import ROUTE_STATE
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 STOPS = int(os.environ.get("WEIGHTSYNC_STOPS", "2"))
 """How often a server at tp 2 is started and stopped. 20 for the long run."""

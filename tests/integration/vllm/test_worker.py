@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from tests.integration.vllm import serving, tiny
+from tests.integration.vllm.fleet import Trainer
 
 from weightsync_engine.layout.boxes import Box
 from weightsync_engine.resolve.checkpoint import Checkpoint, open_checkpoint
 from weightsync_engine.resolve.manifest import TRANSFORMS, Resolved, resolve
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +181,76 @@ def test_the_description_names_the_movers_socket(llm: Any) -> None:
     assert answer["parameters"] == 24
     assert answer["unresolved"] == {}
     assert answer["not_compared"] == ""
+
+
+# ---- vLLM's own contract, without Kubernetes ---------------------------------------------------------------
+
+
+def test_vllms_own_contract_carries_a_version_over_the_same_movers(
+    llm: Any, folder: Path, first: Path, second: Path
+) -> None:
+    operator = serving.Operator(folder / "operator")
+    trainer = Trainer(folder / "trainer", operator, first)
+    key, where = "k" * 32, {"host": "127.0.0.1", "port": trainer.port}
+    boot = operator.state(trainer.url).boot_id
+    try:
+        trainer.publish(second, "own-1")
+        operator.tell(
+            trainer.url, "join", boot, epoch=5, first_rank=0, world_size=3, trainer_ranks=2, key=key,
+            lead_agent=where, deadline_seconds=60,
+        )  # fmt: skip
+        store = operator.until(trainer.url, lambda s: bool(s.epoch and s.epoch.rendezvous), 60).epoch
+        assert store is not None and store.rendezvous is not None
+        init = {
+            "rank_offset": 2, "world_size": 3, "trainer_ranks": 2, "master_address": store.rendezvous.host,
+            "master_port": store.rendezvous.port, "key": key, "epoch": 5, "object_uid": serving.OBJECT,
+            "deadline_seconds": 60,
+        }  # fmt: skip
+        llm.init_weight_transfer_engine({"init_info": init})
+        operator.until(trainer.url, lambda s: s.epoch is not None and s.epoch.phase == "Joined", 60)
+        operator.tell(
+            trainer.url, "prepare", boot, epoch=5, round=1, version="own-1", deadline_seconds=60,
+            decide_by_seconds=600,
+        )  # fmt: skip
+        operator.until(trainer.url, lambda s: s.round is not None and s.round.phase == "Ready", 60)
+        operator.tell(trainer.url, "transfer", boot, epoch=5, round=1, deadline_seconds=60)
+        llm.start_weight_update()
+        update = {"version": "own-1", "round": 1, "deadline_seconds": 60}
+        llm.update_weights({"update_info": update})
+        assert rpc(llm, "weightsync_live")["version"] != "own-1"
+        llm.finish_weight_update()
+        assert rpc(llm, "weightsync_live")["version"] == "own-1"
+        assert greedy(llm, tiny.PROMPT, 16) == tiny.Reference(second).greedy(tiny.PROMPT, 16)
+    finally:
+        trainer.close()
+
+
+@pytest.mark.parametrize(
+    ("init", "said"),
+    [
+        ({"rank_offset": 0, "nonsense": 1}, "nonsense"),
+        ({"rank_offset": 2, "world_size": 3, "trainer_ranks": 2, "key": "short"}, "port"),
+    ],
+)
+def test_a_wrong_init_is_said_at_once_and_changes_nothing(llm: Any, init: dict[str, Any], said: str) -> None:
+    with pytest.raises(Exception, match=said):
+        llm.init_weight_transfer_engine({"init_info": init})
+    with pytest.raises(Exception, match="has not succeeded"):
+        llm.llm_engine.collective_rpc("start_weight_update")
+        llm.llm_engine.collective_rpc("update_weights", kwargs={"update_info": {"version": "v", "round": 1}})
+
+
+def test_with_several_workers_a_failure_is_kept_and_never_raised(
+    llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = worker(llm).weight_transfer_engine
+    monkeypatch.setattr(engine.parallel_config, "world_size", 2)
+    engine.init_transfer_engine(engine.parse_init_info({"nonsense": 1}))
+    assert "nonsense" in engine.answer()["update_problem"]
+    engine.update_weights({"version": "v", "round": 1})
+    assert "has not succeeded" in engine.answer()["update_problem"]
+    engine.finish_weight_update()
+    assert "no version was received" in engine.answer()["update_problem"]
 
 
 # ---- what is refused, on the live model with one thing changed
