@@ -30,7 +30,8 @@ LIVE_SECONDS = 10.0
 """Deadline of that question."""
 FLIP_GRACE_SECONDS = 5.0
 """Beyond the flip's own deadline, before the agent stops waiting for the server."""
-STORE_SECONDS = 30.0
+STORE_SECONDS = 120.0
+"""Upper bound on opening a store, imports included; the epoch's own deadline ends it earlier."""
 ASK_SECONDS = 5.0
 PROGRESS_SECONDS = 1.0
 """Progress alone wakes long polls at most this often."""
@@ -66,8 +67,8 @@ class Store(Protocol):
     def close(self) -> None: ...
 
 
-StoreOpener = Callable[[str, str], Store]
-"""`(host, key) -> Store`, blocking: it is called in a thread."""
+StoreOpener = Callable[[str], Store]
+"""Opens a store that listens on this address alone; blocking: it is called in a thread."""
 
 Ask = Callable[[machine.AskDecision, float], Awaitable[machine.Verdict]]
 
@@ -146,8 +147,10 @@ class AgentCore:
 
     @property
     def serving(self) -> bool:
-        """Whether generation may pass (inference). A server that cannot take part may serve what it loaded,
-        if the operator admits that; it is never ready."""
+        """Whether generation may pass (inference).
+
+        A server that cannot take part may serve what it loaded, if the operator admits that; it is not ready.
+        """
         return self.session.guard.open and not self._closed
 
     @property
@@ -291,8 +294,8 @@ class AgentCore:
                     if client.state is not None and client.state.mover_id == mover_id:
                         log.warning("killing the mover of local rank %d: %s", local_rank, why)
                         client.kill()
-            case machine.OpenStore(epoch, key):
-                self._spawn(self._open(epoch, key), f"open-store-{epoch}")
+            case machine.OpenStore(epoch):
+                self._spawn(self._open(epoch), f"open-store-{epoch}")
             case machine.CloseStore(epoch):
                 self._close_store(epoch)
             case machine.Flip():
@@ -314,7 +317,7 @@ class AgentCore:
         if not task.cancelled() and task.exception() is not None:
             log.error("task %s failed", task.get_name(), exc_info=task.exception())
 
-    async def _open(self, epoch: int, key: str) -> None:
+    async def _open(self, epoch: int) -> None:
         host = self.session.pod.host
         if self._open_store is None:
             problem = Problem(
@@ -322,7 +325,7 @@ class AgentCore:
             )
             self._observe(machine.StoreFailed(epoch, problem))
             return
-        opening = asyncio.ensure_future(asyncio.to_thread(self._open_store, host, key))
+        opening = asyncio.ensure_future(asyncio.to_thread(self._open_store, host))
         try:
             store = await asyncio.wait_for(asyncio.shield(opening), STORE_SECONDS)
         except asyncio.CancelledError:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import os
 import shutil
 import socket
 import sys
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -22,7 +24,7 @@ from pydantic import ValidationError
 from starlette.applications import Starlette
 
 from .config import AgentConfig
-from .core import AgentCore, Store, make_pod
+from .core import AgentCore, make_pod
 from .credentials import TokenVerifier
 from .routes import routes
 
@@ -33,14 +35,22 @@ PARENT_SECONDS = 1.0
 MOVERS_LEAVE_SECONDS = 6.0
 """How long the agent waits for the movers to leave, before it removes the folder of their sockets."""
 CONFIG_LIMIT = 1 << 20
+STORE_MODULE = "weightsync_engine.transport.store"
 
 
-def open_store(host: str, key: str) -> Store:
-    """The epoch store, which needs torch: imported only where the store is."""
-    from ..transport.store import open_store as opened
+class EpochStore:
+    """The epoch's store, listening on the pod's own address for as long as it is kept."""
 
-    store: Store = opened(host, key)
-    return store
+    def __init__(self, host: str) -> None:
+        # Needs torch, which only the agent that hosts rank 0 imports.
+        from ..transport.store import open_store
+
+        self._store: object
+        self._store, rendezvous = open_store(host)
+        self.port = rendezvous.port
+
+    def close(self) -> None:
+        self._store = None
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -68,7 +78,7 @@ async def serve(config: AgentConfig) -> None:
         trainer_ranks=config.ranks,
         trainer_world=config.world_size,
     )
-    core = AgentCore(pod, config.movers, open_store=open_store)
+    core = AgentCore(pod, config.movers, open_store=EpochStore)
     sock = listen(pod.host, config.port)
     server = uvicorn.Server(
         uvicorn.Config(
@@ -82,6 +92,9 @@ async def serve(config: AgentConfig) -> None:
         )
     )
     await core.start()
+    if pod.lead:
+        # Imports torch while there is time, not when an epoch waits for it.
+        threading.Thread(target=importlib.import_module, args=(STORE_MODULE,), daemon=True).start()
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     ended = asyncio.create_task(_parent_gone(config.parent))
     try:
@@ -142,7 +155,8 @@ def main() -> int:
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s weightsync agent %(levelname)s %(message)s"
     )
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    for noisy in ("httpx", "uvicorn"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
         config = AgentConfig.model_validate_json(_read_line())
     except ValidationError as e:

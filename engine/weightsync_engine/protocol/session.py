@@ -165,7 +165,6 @@ class Session:
 @dataclass(frozen=True, slots=True)
 class OpenStore:
     epoch: int
-    key: str = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,7 +410,7 @@ def _join(session: Session, request: JoinEpoch, now: float) -> Answer:
     epoch = Epoch(request, EpochPhase.JOINING, now + request.deadline_seconds, request.rendezvous)
     session = replace(session, epoch=epoch, last_epoch=request.epoch)
     if pod.lead:
-        return Accepted(session, (*effects, OpenStore(request.epoch, request.key)))
+        return Accepted(session, (*effects, OpenStore(request.epoch)))
     session, joins = _join_movers(session)
     return Accepted(session, effects + joins)
 

@@ -62,15 +62,14 @@ class GlooPeers:
             raise PublishError(self._broken) from None
 
     def _gather(self, data: bytes) -> list[dict[str, Any]]:
-        sizes = torch.zeros(self.world, dtype=torch.int64)
-        dist.all_gather_into_tensor(sizes, torch.tensor([len(data)]), group=self._group)
-        largest = int(sizes.max())
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
+        dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
+        largest = max(int(size) for size in sizes)
         mine = torch.zeros(largest, dtype=torch.uint8)
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        every = torch.zeros(self.world * largest, dtype=torch.uint8)
-        dist.all_gather_into_tensor(every, mine, group=self._group)
-        blocks = every.view(self.world, largest)
-        return [json.loads(bytes(blocks[r, : int(sizes[r])].tolist())) for r in range(self.world)]
+        every = [torch.zeros(largest, dtype=torch.uint8) for _ in range(self.world)]
+        dist.all_gather(every, mine, group=self._group)
+        return [json.loads(e.numpy().tobytes()[: int(n)]) for e, n in zip(every, sizes, strict=True)]
 
 
 def peers(timeout: float) -> Peers:

@@ -190,7 +190,7 @@ class Publisher:
     def publish(self, version: str, on_busy: OnBusy = "skip") -> Handle:
         """Take a snapshot of the weights as they are and call it `version`; called on every rank alike.
 
-        When it returns the snapshot is taken and the weights may change. `version`: 1-63 letters, digits, `-`,
+        When it returns the snapshot is taken, the weights may change. `version`: 1-63 letters, digits, `-`,
         `_`, `.`, never used before. While the last version is travelling, `on_busy="skip"` takes no snapshot
         and the handle ends `Superseded`; "wait" waits for it, at most `timeout` seconds. A version that no
         round has taken up is simply replaced, and its handle ends `Superseded`.

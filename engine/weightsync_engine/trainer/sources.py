@@ -238,9 +238,11 @@ def _fsdp_dtypes(module: nn.Module) -> dict[int, torch.dtype]:
         if not isinstance(child, FSDPModule):
             continue
         for group in child._get_fsdp_state()._fsdp_param_groups:
+            # Of the group's policy: the parameters' own attribute exists only after the first forward pass.
+            wire = group.mp_policy.param_dtype
             for param in group.fsdp_params:
-                if param.param_dtype is not None:
-                    found[id(param.sharded_param)] = param.param_dtype
+                if wire is not None and param.sharded_param.dtype.is_floating_point:
+                    found[id(param.sharded_param)] = wire
     return found
 
 

@@ -1,4 +1,4 @@
-"""One trainer rank of the integration tests: runs the cases that stdin names, reports JSON lines to stdout."""
+"""One trainer rank of the integration tests: runs the cases that stdin names, reports JSON lines."""
 
 from __future__ import annotations
 
@@ -32,9 +32,11 @@ def wait_for_go() -> str:
     return sys.stdin.readline().strip()
 
 
-def qwen(
-    tied: bool = False, fsdp: bool = True, policy: MixedPrecisionPolicy | None = None
-) -> Qwen3ForCausalLM:
+def qwen(tied: bool = False, param_dtype: torch.dtype | None = None) -> Any:
+    """A tiny Qwen3, sharded by FSDP2 over all ranks."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(
         Qwen3Config(
@@ -222,7 +224,7 @@ def busy() -> None:
     from weightsync_engine.protocol.mover import MoverOutcome
 
     rank = dist.get_rank()
-    publisher = Publisher([("a", torch.ones(8))], timeout=20)
+    publisher = Publisher([("a", torch.ones(8))], timeout=100)
     first = publisher.publish("v1")
     replaced = publisher.publish("v2")
     said: dict[str, Any] = {"replaced": [first.state, caught(lambda: first.wait(1))]}
@@ -253,7 +255,7 @@ def busy() -> None:
 
 def absent() -> None:
     """Rank 1 does not come to publish."""
-    publisher = Publisher([("a", torch.ones(8))], timeout=20)
+    publisher = Publisher([("a", torch.ones(8))], timeout=100)
     publisher._timeout = 2.0
     if dist.get_rank() == 1:
         wait_for_go()
@@ -275,6 +277,7 @@ def serve() -> None:
             "run_dir": str(publisher._mover.socket_path.parent),
             "mover": publisher._mover.pid,
             "agent": publisher._agent.pid if publisher._agent else None,
+            "shapes": {h.name: list(h.tensor.shape) for h in publisher._sources.held()},
         }
     )
     handles = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -89,7 +90,8 @@ class Ranks:
             rank.process.wait(timeout=10)
             for pipe in (rank.process.stdin, rank.process.stdout):
                 if pipe is not None:
-                    pipe.close()
+                    with contextlib.suppress(BrokenPipeError):
+                        pipe.close()
 
     def read(self) -> list[Any]:
         """The next report of every rank, in order of rank."""

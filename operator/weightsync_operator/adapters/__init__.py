@@ -1,0 +1,1 @@
+"""The operator's I/O: agents over HTTP, the Kubernetes API, kopf."""

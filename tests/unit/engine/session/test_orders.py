@@ -1,0 +1,305 @@
+"""Any order of requests and events, the operator's and a broken one's: what never happens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from weightsync_engine.protocol.messages import (
+    Abort,
+    Addressed,
+    Admit,
+    Commit,
+    EpochPhase,
+    Fence,
+    JoinEpoch,
+    Leave,
+    Prepare,
+    Problem,
+    Published,
+    Rendezvous,
+    RoundPhase,
+    Transfer,
+)
+from weightsync_engine.protocol.mover import MoverEpoch, MoverRound, MoverState
+from weightsync_engine.protocol.session import (
+    FINAL,
+    ORDER,
+    AskDecision,
+    DecisionLearnt,
+    Event,
+    Flip,
+    FlipEnded,
+    KillMovers,
+    LiveObserved,
+    MoverLost,
+    MoverReported,
+    OpenStore,
+    Pod,
+    Refused,
+    Session,
+    StoreOpened,
+    TellOutcome,
+    TimePassed,
+    agent_state,
+    handle,
+    next_deadline,
+    observe,
+)
+
+BOOT = "boot-0123456789"
+STORE = Rendezvous(host="10.0.0.1", port=4000)
+SERVER = Pod("inference", BOOT, "vllm-0", "v-uid", "10.0.0.2", 2)
+TRAINER = Pod("trainer", BOOT, "trainer-0", "t-uid", "10.0.0.1", 2, "run", (0, 1), 2)
+BROKEN = Problem(reason="Broken", message="because")
+
+small = st.integers(1, 3)
+uids = st.sampled_from(["uid-1"] * 8 + ["uid-2"])
+
+
+def version_of(epoch: int, round_: int) -> str:
+    return f"v-{epoch}-{round_}"
+
+
+@st.composite
+def requests(draw: st.DrawFn, trainer: bool) -> Addressed:
+    who: dict[str, Any] = {"boot_id": BOOT, "object_uid": draw(uids), "term": draw(small)}
+    epoch, round_ = draw(small), draw(small)
+    verb = draw(
+        st.sampled_from(
+            ["join", "prepare", "transfer", "commit", "commit", "abort", "admit", "fence", "leave"]
+        )
+    )
+    if verb == "join":
+        return JoinEpoch(
+            **who, epoch=epoch, first_rank=0 if trainer else 2, world_size=4, trainer_ranks=2,
+            rendezvous=None if trainer else STORE, key="k" * 32, lead_agent=STORE, deadline_seconds=5,
+        )  # fmt: skip
+    if verb == "prepare":
+        version = version_of(epoch, round_)
+        return Prepare(
+            **who, epoch=epoch, round=round_, version=version, deadline_seconds=5, decide_by_seconds=9
+        )
+    if verb == "transfer":
+        return Transfer(**who, epoch=epoch, round=round_, deadline_seconds=5)
+    if verb == "commit":
+        version = version_of(epoch, round_)
+        return Commit(**who, epoch=epoch, round=round_, version=version, deadline_seconds=5)
+    if verb == "abort":
+        return Abort(**who, epoch=epoch, round=round_, problem=BROKEN)
+    if verb == "admit":
+        return Admit(**who, version=draw(st.sampled_from([None, version_of(epoch, round_)])))
+    return Fence(**who, problem=BROKEN) if verb == "fence" else Leave(**who, epoch=epoch)
+
+
+@st.composite
+def mover_reports(draw: st.DrawFn) -> MoverReported:
+    local = draw(st.integers(0, 1))
+    epoch, round_ = draw(small), draw(small)
+    phase = draw(st.sampled_from([EpochPhase.JOINED] * 4 + [EpochPhase.JOINING, EpochPhase.FAILED]))
+    ended = draw(st.sampled_from([RoundPhase.VERIFIED] * 4 + [RoundPhase.TRANSFERRING, RoundPhase.FAILED]))
+    state = MoverState(
+        mover_id=f"m{local}-{draw(st.sampled_from([1, 1, 1, 2]))}",
+        pid=1,
+        local_rank=local,
+        snapshot=draw(
+            st.none() | st.just(Published(version=version_of(epoch, round_), sequence=10 * epoch + round_))
+        ),
+        epoch=MoverEpoch(object_uid="uid-1", term=1, epoch=epoch, phase=phase),
+        round=MoverRound(epoch=epoch, round=round_, version=version_of(epoch, round_), phase=ended),
+    )
+    return MoverReported(local, state)
+
+
+@st.composite
+def good_movers(draw: st.DrawFn) -> str:
+    """Stands for: both movers do as they were told."""
+    return draw(st.sampled_from(["obey", "obey", "flip", "flip", "flip-fails", "flip-tears", "asked"]))
+
+
+def events(trainer: bool) -> st.SearchStrategy[Any]:
+    kinds: list[st.SearchStrategy[Any]] = [
+        requests(trainer), requests(trainer), requests(trainer), mover_reports(), good_movers(),
+        good_movers(), good_movers(),
+        st.builds(MoverLost, st.integers(0, 1), st.sampled_from(["m0-1", "m1-1"])),
+        st.sampled_from([0.5, 3.0, 10.0]),
+    ]  # fmt: skip
+    if trainer:
+        kinds.append(st.builds(StoreOpened, small, st.just(STORE)))
+    return st.one_of(*kinds)
+
+
+@dataclass
+class World:
+    """The session and the bits of the outside that must fit it: the workers, and what was asked for."""
+
+    session: Session
+    now: float = 0.0
+    live: str | None = None
+    torn: bool = False
+    flip: Flip | None = None
+    ask: AskDecision | None = None
+    told: frozenset[tuple[int, int]] = frozenset()
+    """(epoch, round) whose commit was accepted or learnt."""
+
+    def take(self, session: Session, effects: tuple[Any, ...]) -> None:
+        before, self.session = self.session, session
+        check(before, session, effects, self)
+        for effect in effects:
+            if isinstance(effect, Flip):
+                assert self.flip is None, "two flips at once"
+                assert (effect.epoch, effect.round) in self.told, "a flip without a decision"
+                self.flip = effect
+            if isinstance(effect, AskDecision):
+                self.ask = effect
+
+    def event(self, event: Event) -> None:
+        self.take(*observe(self.session, event, self.now))
+
+    def step(self, step: Any) -> None:
+        if isinstance(step, Addressed):
+            # Told before it is known whether it is accepted: a flip may follow at once.
+            told = self.told
+            if isinstance(step, Commit):
+                self.told |= {(step.epoch, step.round)}
+            answer = handle(self.session, step, self.now)
+            if isinstance(answer, Refused):
+                self.told = told
+                return
+            self.take(answer.session, answer.effects)
+        elif isinstance(step, float):
+            self.now += step
+            self.event(TimePassed())
+            due = next_deadline(self.session)
+            assert due is None or due > self.now, "a deadline that has passed and is still waited for"
+        elif step == "obey":
+            self.obey()
+        elif step in ("flip", "flip-fails", "flip-tears"):
+            self.end_flip(step)
+        elif step == "asked":
+            if self.ask is not None:
+                ask, self.ask = self.ask, None
+                committed = (ask.epoch + ask.round) % 2 == 0
+                if committed:
+                    self.told |= {(ask.epoch, ask.round)}
+                self.event(DecisionLearnt(ask.epoch, ask.round, "committed" if committed else "unknown"))
+        else:
+            self.event(step)
+
+    def obey(self) -> None:
+        epoch, round_ = self.session.epoch, self.session.round
+        if epoch is None:
+            return
+        if self.session.pod.role == "trainer" and epoch.rendezvous is None:
+            self.event(StoreOpened(epoch.request.epoch, STORE))
+        for i in (0, 1):
+            mine = self.session.epoch
+            assert mine is not None
+            state = MoverState(
+                mover_id=mine.joined.get(i, f"new-{self.now}-{i}"),
+                pid=1,
+                local_rank=i,
+                snapshot=Published(version=round_.version, sequence=99) if round_ else None,
+                epoch=MoverEpoch(
+                    object_uid=mine.request.object_uid,
+                    term=mine.request.term,
+                    epoch=mine.request.epoch,
+                    phase=EpochPhase.JOINED,
+                ),
+                round=MoverRound(
+                    epoch=round_.epoch, round=round_.round, version=round_.version, phase=RoundPhase.VERIFIED
+                )
+                if round_
+                else None,
+            )
+            self.event(MoverReported(i, state))
+
+    def end_flip(self, how: str) -> None:
+        flip, self.flip = self.flip, None
+        if flip is None:
+            return
+        if how == "flip":
+            self.live, self.torn = flip.version, False
+        elif how == "flip-tears":
+            self.torn = True
+        problem = None if how == "flip" else BROKEN
+        self.event(FlipEnded(flip.epoch, flip.round, problem, self.live, self.torn))
+
+
+def check(before: Session, after: Session, effects: tuple[Any, ...], world: World) -> None:
+    agent_state(after, 1)
+    # A round moves forward only, and what is final stays.
+    old, new = before.round, after.round
+    same = old is not None and new is not None and (old.epoch, old.round) == (new.epoch, new.round)
+    if same and before.object_uid == after.object_uid and old is not None and new is not None:
+        same_join = before.epoch is not None and after.epoch is not None
+        if same_join:
+            assert ORDER[new.phase] >= ORDER[old.phase]
+            assert old.phase not in FINAL or new.phase is old.phase
+            assert new.version == old.version
+    # Nothing is committed without the word.
+    if new is not None and new.phase in (RoundPhase.COMMITTING, RoundPhase.COMMITTED):
+        assert (new.epoch, new.round) in world.told
+    # Inference: committed means live, and the guard is open only with what is live and whole.
+    if after.pod.role == "inference":
+        assert (after.live, after.torn) == (world.live, world.torn) or not after.live_known
+        committing_now = (
+            new is not None
+            and new.phase is RoundPhase.COMMITTED
+            and not (same and old is not None and old.phase is new.phase)
+        )
+        if committing_now and new is not None:
+            assert after.live == new.version and not after.torn
+        if after.guard.open:
+            assert not after.torn
+            assert after.guard.admitted == after.live
+            assert new is None or not new.fenced
+        assert not any(isinstance(e, TellOutcome | OpenStore) for e in effects)
+    else:
+        assert not after.guard.open
+        assert not any(isinstance(e, Flip) for e in effects)
+    # An epoch's number only grows for one object, and movers that were condemned are out.
+    if before.object_uid == after.object_uid:
+        assert after.last_epoch >= before.last_epoch
+        assert after.term >= before.term
+    assert not {s.mover_id for s in after.movers.values()} & after.condemned
+    for effect in effects:
+        if isinstance(effect, KillMovers):
+            assert {mover for _, mover in effect.movers} <= after.condemned | frozenset()
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(events(trainer=False), max_size=40))
+def test_a_server_never_goes_live_without_a_decision_nor_serves_what_it_should_not(steps: list[Any]) -> None:
+    session, _ = observe(Session(SERVER), LiveObserved(None, False), 0.0)
+    world = World(session)
+    for step in steps:
+        world.step(step)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(events(trainer=True), max_size=40))
+def test_a_trainer_never_reports_a_commit_that_was_not_decided(steps: list[Any]) -> None:
+    world = World(Session(TRAINER))
+    for step in steps:
+        world.step(step)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(events(trainer=False), max_size=30), requests(trainer=False))
+def test_a_request_that_was_accepted_may_be_repeated(steps: list[Any], request: Addressed) -> None:
+    session, _ = observe(Session(SERVER), LiveObserved(None, False), 0.0)
+    world = World(session)
+    for step in steps:
+        world.step(step)
+    first = handle(world.session, request, world.now)
+    if isinstance(first, Refused):
+        assert handle(world.session, request, world.now) == first
+        return
+    again = handle(first.session, request, world.now)
+    assert not isinstance(again, Refused)
+    assert replace(again.session) == first.session
+    assert again.effects == ()
