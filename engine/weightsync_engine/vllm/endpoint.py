@@ -23,7 +23,7 @@ from ..agent.credentials import TokenVerifier, Unauthorized
 from ..agent.routes import routes
 from ..protocol.messages import Problem
 from .guard import Guard, Verdict
-from .plugin import BACKEND
+from .plugin import BACKEND, log_with_vllm
 from .server import VllmServer
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class EndpointPlugin:
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         """Build the agent over the engine client. Never raises: a server without an agent must still
         start."""
+        log_with_vllm()
         try:
             await self._init(engine_client, state, args)
         except Exception as e:

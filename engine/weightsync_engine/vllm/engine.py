@@ -37,6 +37,7 @@ from ..protocol.messages import EpochPhase, Problem, Rendezvous, RoundPhase
 from ..protocol.mover import MoverJoin, MoverState, MoverTransfer
 from ..resolve.checkpoint import NoCheckpoint, open_checkpoint
 from ..resolve.manifest import Resolved, resolve
+from .plugin import log_with_vllm
 from .shadow import Flipped, Shadow
 
 log = logging.getLogger(__name__)
@@ -103,6 +104,7 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
         self._init: InitInfo | None = None
         self._update: UpdateInfo | None = None
         self._alone: Problem | None = None
+        log_with_vllm()
         attach_worker_methods()
         try:
             self._build()

@@ -4,6 +4,8 @@ vLLM runs it in its API server (before it parses arguments), in an inspection pr
 in every worker. So it has no effect but the one entry in vLLM's table, and imports nothing of ours.
 """
 
+import logging
+
 BACKEND = "weightsync"
 
 
@@ -14,3 +16,12 @@ def register() -> None:
     if BACKEND in WeightTransferEngineFactory._registry:
         return
     WeightTransferEngineFactory.register_engine(BACKEND, "weightsync_engine.vllm.engine", "WeightSyncEngine")
+
+
+def log_with_vllm() -> None:
+    """Let our log lines appear among vLLM's, which sets up its own logger only. For processes in which we work."""
+    ours, theirs = logging.getLogger("weightsync_engine"), logging.getLogger("vllm")
+    if not ours.handlers and theirs.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)
+        ours.propagate = False
