@@ -19,7 +19,7 @@ def register() -> None:
 
 
 def log_with_vllm() -> None:
-    """Let our log lines appear among vLLM's, which sets up its own logger only. For processes in which we work."""
+    """Let our log lines appear among vLLM's, which sets up its own logger only. Idempotent."""
     ours, theirs = logging.getLogger("weightsync_engine"), logging.getLogger("vllm")
     if not ours.handlers and theirs.handlers:
         ours.handlers = list(theirs.handlers)
