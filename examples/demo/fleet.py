@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-
 from tests.cluster import Cluster, ClusterError, host_env_image, host_python_volumes, operator_image
-
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -61,7 +59,12 @@ def install_operator(cluster: Cluster, *settings: str) -> None:
     image = operator_image()
     cluster.load_image(image.archive)
     repository, tag = image.ref.rsplit(":", 1)
-    values = [f"image.repository={repository}", f"image.tag={tag}", "image.pullPolicy=IfNotPresent", *settings]
+    values = [
+        f"image.repository={repository}",
+        f"image.tag={tag}",
+        "image.pullPolicy=IfNotPresent",
+        *settings,
+    ]
     cluster.helm(
         "upgrade", "--install", "weightsync", str(ROOT / "charts" / "weightsync"),
         "--namespace", OPERATOR_NAMESPACE, "--create-namespace", "--wait", "--timeout", "120s",
@@ -154,26 +157,39 @@ class Fleet:
 
     def stop(self) -> None:
         """Remove the namespace with all that is in it."""
-        self.cluster.kubectl("delete", "namespace", self.namespace, "--ignore-not-found", "--wait=true", timeout=120)
+        self.cluster.kubectl(
+            "delete", "namespace", self.namespace, "--ignore-not-found", "--wait=true", timeout=120
+        )
 
     def pods(self, app: str) -> list[dict[str, Any]]:
-        items: list[dict[str, Any]] = json.loads(self.kubectl("get", "pods", "-l", f"app={app}", "-o", "json"))["items"]
+        items: list[dict[str, Any]] = json.loads(
+            self.kubectl("get", "pods", "-l", f"app={app}", "-o", "json")
+        )["items"]
         return [pod for pod in items if "deletionTimestamp" not in pod["metadata"]]
 
     def status(self) -> dict[str, Any]:
-        status: dict[str, Any] = json.loads(self.kubectl("get", "wsync", "demo", "-o", "json")).get("status", {})
+        status: dict[str, Any] = json.loads(self.kubectl("get", "wsync", "demo", "-o", "json")).get(
+            "status", {}
+        )
         return status
 
     def condition(self, kind: str) -> dict[str, str]:
         """The object's condition of that type; a stand-in with status Unknown before the first visit."""
-        none = {"type": kind, "status": "Unknown", "reason": "NoStatus", "message": "the operator has not written it yet"}
+        none = {
+            "type": kind,
+            "status": "Unknown",
+            "reason": "NoStatus",
+            "message": "the operator has not written it yet",
+        }
         return next((c for c in self.status().get("conditions", []) if c["type"] == kind), none)
 
     def ready_pods(self, app: str) -> list[str]:
         return [
             pod["metadata"]["name"]
             for pod in self.pods(app)
-            if any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", []))
+            if any(
+                c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", [])
+            )
         ]
 
     def wait_servers_ready(self, seconds: float = 420, tell: Callable[[str], None] | None = None) -> None:
@@ -186,7 +202,9 @@ class Fleet:
 
     def say_go(self, version: str) -> None:
         """Let the training loop publish `version`, its next one."""
-        script = f"import pathlib; p = pathlib.Path('/tmp/go'); p.mkdir(exist_ok=True); (p / {version!r}).touch()"
+        script = (
+            f"import pathlib; p = pathlib.Path('/tmp/go'); p.mkdir(exist_ok=True); (p / {version!r}).touch()"
+        )
         self.kubectl("exec", "trainer-0", "--", sys.executable, "-c", script)
 
     def trainer_lines(self) -> list[dict[str, Any]]:
@@ -197,7 +215,12 @@ class Fleet:
         self, version: str, seconds: float = 180, tell: Callable[[str], None] | None = None
     ) -> Publication:
         def check() -> tuple[Publication | None, object]:
-            found = {key: x for x in self.trainer_lines() for key in ("published", "greedy", "committed") if x.get(key) == version}
+            found = {
+                key: x
+                for x in self.trainer_lines()
+                for key in ("published", "greedy", "committed")
+                if x.get(key) == version
+            }
             if len(found) < 3:
                 return None, f"{', '.join(found) or 'not published'}; {self.condition('Ready')['message']}"
             return Publication(
@@ -210,7 +233,9 @@ class Fleet:
 
         return wait_until(f"the commit of {version}", check, seconds, tell=tell)
 
-    def ask(self, publication: Publication, seconds: float = 60, servers: int | None = None) -> dict[str, Answer]:
+    def ask(
+        self, publication: Publication, seconds: float = 60, servers: int | None = None
+    ) -> dict[str, Answer]:
         """Every server's answer to the publication's prompt, through the Service. Pod name -> answer."""
         text = self.kubectl(
             "exec", "trainer-0", "--", sys.executable, str(HERE / "ask.py"), "http://vllm:8000",

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-
 from examples.demo.fleet import (
     OPERATOR_NAMESPACE,
     ROOT,

@@ -18,7 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from .names import PROTOCOL_VERSION
 
-Version = Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$")]
+Version = Annotated[
+    str, Field(min_length=1, max_length=63, pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$")
+]
 """The trainer's name of the weights. A label value, so that it can be shown anywhere in Kubernetes."""
 
 Seconds = Annotated[float, Field(gt=0, le=86400)]

@@ -1,7 +1,8 @@
 """The guard: pure ASGI, in vLLM's own process, in front of everything that generates.
 
-While the agent does not serve, whatever may produce tokens is answered with 503 and the reason. Denied by default:
-only what is known to produce nothing (health, metrics, models, documentation) and our own routes pass.
+While the agent does not serve, whatever may produce tokens is answered with 503 and the reason. Denied by
+default: only what is known to produce nothing (health, metrics, models, documentation) and our own routes
+pass.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ POD_HEADER = "x-weightsync-pod"
 RETRY_SECONDS = 2
 OPEN_PATHS = frozenset(
     {
-        "/health", "/ping", "/live", "/ready", "/load", "/metrics", "/version", "/server_info", "/v1/models", "/models",
-        "/tokenize", "/detokenize", "/tokenizer_info", "/openapi.json", "/docs", "/redoc", "/docs/oauth2-redirect",
+        "/health", "/ping", "/live", "/ready", "/load", "/metrics", "/version", "/server_info", "/v1/models",
+        "/models", "/tokenize", "/detokenize", "/tokenizer_info", "/openapi.json", "/docs", "/redoc",
+        "/docs/oauth2-redirect",
     }
 )  # fmt: skip
 """Paths that never generate."""
