@@ -123,8 +123,9 @@ def test_three_versions_arrive_in_both_servers(fleet: Fleet, versions: Versions)
 
 def test_an_idle_object_causes_no_api_writes(fleet: Fleet) -> None:
     before = json.loads(fleet.kubectl("get", "wsync,pods", "-o", "json"))["items"]
+    command = ["kubectl", "-n", fleet.namespace, "get", "wsync", "demo", "-o", "name", "--watch-only"]
     watch = subprocess.run(
-        ["kubectl", "-n", fleet.namespace, "get", "wsync", "demo", "-o", "name", "--watch-only", "--request-timeout=15s"],
+        [*command, "--request-timeout=15s"],
         env={**os.environ, **fleet.cluster.env()}, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     after = json.loads(fleet.kubectl("get", "wsync,pods", "-o", "json"))["items"]
@@ -186,9 +187,8 @@ def test_an_operator_killed_in_the_middle_of_a_round_starts_it_again(
     signal_in(fleet, servers(fleet)[0], "STOP", "ws-mover-0")
     version = versions.start_next()
     wait_described(fleet, "Transferring", version)
-    fleet.cluster.kubectl(
-        "-n", OPERATOR_NAMESPACE, "delete", "pod", "-l", "app.kubernetes.io/name=weightsync", "--grace-period=0", "--force"
-    )  # fmt: skip
+    operator = ("-n", OPERATOR_NAMESPACE, "delete", "pod", "-l", "app.kubernetes.io/name=weightsync")
+    fleet.cluster.kubectl(*operator, "--grace-period=0", "--force")
     versions.finish(version)
 
 
@@ -222,7 +222,8 @@ def test_a_server_that_restarts_while_the_operator_is_down_never_answers_stale(
         body = json.dumps({"prompt": versions.committed.prompt, "max_tokens": 1, "temperature": 0})
         script = (
             "import sys, urllib.request, urllib.error\n"
-            "request = urllib.request.Request(sys.argv[1], sys.argv[2].encode(), {'Content-Type': 'application/json'})\n"
+            "kind = {'Content-Type': 'application/json'}\n"
+            "request = urllib.request.Request(sys.argv[1], sys.argv[2].encode(), kind)\n"
             "try: print(urllib.request.urlopen(request, timeout=20).status)\n"
             "except urllib.error.HTTPError as error: print(error.code)\n"
             "except OSError: print('silent')\n"
