@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -32,18 +33,21 @@ def test_the_operators_account_may_change_only_its_one_condition_of_a_pod(
 ) -> None:
     world.pod("vllm-a", world.fleet.inference())
     path = f"/api/v1/namespaces/{world.namespace}/pods/vllm-a/status"
-    change: dict[str, Any] = {
-        "labels": {"metadata": {"labels": {"app": "another"}}},
-        "phase": {"status": {"phase": "Failed"}},
-        "conditions": {"status": {"conditions": [{"type": "Ready", "status": "True"}]}},
-    }[field]
+    tried = itertools.count()
 
     def refused() -> bool:
+        # Another value each time: what got through before the policy was in force is no change any more.
+        value = f"v{next(tried)}"
+        change: dict[str, Any] = {
+            "labels": {"metadata": {"labels": {"app": value}}},
+            "phase": {"status": {"phase": "Failed", "message": value}},
+            "conditions": {"status": {"conditions": [{"type": "Ready", "status": "True", "reason": value}]}},
+        }[field]
         answer = as_operator("PATCH", path, change, "application/strategic-merge-patch+json")
         return answer.status_code == 422 and "weightsync operator may" in answer.json()["message"]
 
     # A new policy takes the API server a moment.
-    eventually(refused, within=40)
+    eventually(refused, within=40, every=0.2)
     ours = {"status": {"conditions": [{"type": "weightsync.dev/in-sync", "status": "True"}]}}
     assert as_operator("PATCH", path, ours, "application/strategic-merge-patch+json").status_code == 200
 
