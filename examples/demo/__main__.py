@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tests.cluster import Cluster, delete, obtain
-from tests.cluster.errors import ClusterError
+from tests.cluster import Cluster, ClusterError, obtain
+from tests.cluster.kind import delete
 
 from .fleet import OPERATOR_NAMESPACE, ROOT, Fleet, FleetError, install_operator
 
@@ -48,7 +48,9 @@ def say(text: str) -> None:
 def show_round(fleet: Fleet, version: str) -> None:
     fleet.say_go(version)
     publication, answers = fleet.compare(version, tell=say)
-    say(f"publish returned after {publication.publish_ms} ms; committed {publication.seconds} s after the call")
+    say(
+        f"publish returned after {publication.publish_ms} ms; committed {publication.seconds} s after the call"
+    )
     say(f"{'transformers':<24} {version:<8} {publication.tokens}")
     for pod, answer in sorted(answers.items()):
         say(f"{pod:<24} {answer.version:<8} {answer.tokens}")

@@ -44,7 +44,10 @@ def main(url: str, servers: int, prompt: list[int], new_tokens: int, seconds: fl
             time.sleep(0.2)
     print(json.dumps(seen))
     if len(seen) < servers:
-        print(f"{len(seen)} of {servers} servers answered within {seconds:.0f} s; last error: {trouble}", file=sys.stderr)
+        print(
+            f"{len(seen)} of {servers} servers answered within {seconds:.0f} s; last error: {trouble}",
+            file=sys.stderr,
+        )
         return 1
     return 0
 

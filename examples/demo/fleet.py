@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-
-from tests.cluster import Cluster, host_env_image, host_python_volumes, operator_image
-from tests.cluster.errors import ClusterError
+from tests.cluster import Cluster, ClusterError, host_env_image, host_python_volumes, operator_image
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -58,10 +56,15 @@ def wait_until(
 
 def install_operator(cluster: Cluster, *settings: str) -> None:
     """Pack the operator's image, load it, and install the chart; `settings` are further `--set` values."""
-    archive, reference = operator_image()
-    cluster.load_image(archive)
-    repository, tag = reference.rsplit(":", 1)
-    values = [f"image.repository={repository}", f"image.tag={tag}", "image.pullPolicy=IfNotPresent", *settings]
+    image = operator_image()
+    cluster.load_image(image.archive)
+    repository, tag = image.ref.rsplit(":", 1)
+    values = [
+        f"image.repository={repository}",
+        f"image.tag={tag}",
+        "image.pullPolicy=IfNotPresent",
+        *settings,
+    ]
     cluster.helm(
         "upgrade", "--install", "weightsync", str(ROOT / "charts" / "weightsync"),
         "--namespace", OPERATOR_NAMESPACE, "--create-namespace", "--wait", "--timeout", "120s",
@@ -77,22 +80,17 @@ def on_host_python(document: dict[str, Any]) -> dict[str, Any]:
     volumes, mounts = host_python_volumes()
     pod = template["spec"]
     pod.setdefault("volumes", []).extend(volumes)
-    pod["volumes"] += [
-        {"name": "tmp", "emptyDir": {}},
-        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "512Mi"}},
-    ]
+    pod["volumes"].append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "512Mi"}})
     for container in [*pod.get("initContainers", []), *pod["containers"]]:
         container["command"] = [sys.executable if part == "python" else part for part in container["command"]]
         container["workingDir"] = str(HERE)
         container.setdefault("volumeMounts", []).extend(mounts)
-        container["volumeMounts"] += [
-            {"name": "tmp", "mountPath": "/tmp"},
-            {"name": "shm", "mountPath": "/dev/shm"},
-        ]
+        container["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})
+        container["image"] = host_env_image().ref
         for variable in container.get("env", []):
             # vLLM's CPU build packs its weights away at load time; this test plugin keeps them where they are.
             if variable["name"] == "VLLM_PLUGINS":
-                variable["value"] += ",live_weights"
+                variable["value"] += ",vllm_live_weights"
     return document
 
 
@@ -134,8 +132,7 @@ class Fleet:
         return self.cluster.kubectl("-n", self.namespace, *arguments, input=input, timeout=timeout)
 
     def start(self) -> None:
-        archive, _ = host_env_image()
-        self.cluster.load_image(archive)
+        self.cluster.load_image(host_env_image().archive)
         namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": self.namespace}}
         self.cluster.kubectl("apply", "-f", "-", input=yaml.safe_dump(namespace))
         self.kubectl("apply", "-f", "-", input=yaml.safe_dump_all(self.manifests()))
@@ -153,33 +150,46 @@ class Fleet:
 
     def plain_python_pod(self, *arguments: str) -> dict[str, Any]:
         """Spec of a pod that runs this checkout's Python with these arguments, and nothing of weightsync."""
-        container = {"name": "main", "image": "localhost/host-env:1", "command": ["python", *arguments]}
+        container = {"name": "main", "command": ["python", *arguments]}
         workload = {"spec": {"template": {"spec": {"containers": [container]}}}}
         spec: dict[str, Any] = on_host_python(workload)["spec"]["template"]["spec"]
         return {**spec, "terminationGracePeriodSeconds": 1, "enableServiceLinks": False}
 
     def stop(self) -> None:
         """Remove the namespace with all that is in it."""
-        self.cluster.kubectl("delete", "namespace", self.namespace, "--ignore-not-found", "--wait=true", timeout=120)
+        self.cluster.kubectl(
+            "delete", "namespace", self.namespace, "--ignore-not-found", "--wait=true", timeout=120
+        )
 
     def pods(self, app: str) -> list[dict[str, Any]]:
-        items: list[dict[str, Any]] = json.loads(self.kubectl("get", "pods", "-l", f"app={app}", "-o", "json"))["items"]
+        items: list[dict[str, Any]] = json.loads(
+            self.kubectl("get", "pods", "-l", f"app={app}", "-o", "json")
+        )["items"]
         return [pod for pod in items if "deletionTimestamp" not in pod["metadata"]]
 
     def status(self) -> dict[str, Any]:
-        status: dict[str, Any] = json.loads(self.kubectl("get", "wsync", "demo", "-o", "json")).get("status", {})
+        status: dict[str, Any] = json.loads(self.kubectl("get", "wsync", "demo", "-o", "json")).get(
+            "status", {}
+        )
         return status
 
     def condition(self, kind: str) -> dict[str, str]:
         """The object's condition of that type; a stand-in with status Unknown before the first visit."""
-        none = {"type": kind, "status": "Unknown", "reason": "NoStatus", "message": "the operator has not written it yet"}
+        none = {
+            "type": kind,
+            "status": "Unknown",
+            "reason": "NoStatus",
+            "message": "the operator has not written it yet",
+        }
         return next((c for c in self.status().get("conditions", []) if c["type"] == kind), none)
 
     def ready_pods(self, app: str) -> list[str]:
         return [
             pod["metadata"]["name"]
             for pod in self.pods(app)
-            if any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", []))
+            if any(
+                c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", [])
+            )
         ]
 
     def wait_servers_ready(self, seconds: float = 420, tell: Callable[[str], None] | None = None) -> None:
@@ -192,7 +202,9 @@ class Fleet:
 
     def say_go(self, version: str) -> None:
         """Let the training loop publish `version`, its next one."""
-        script = f"import pathlib; p = pathlib.Path('/tmp/go'); p.mkdir(exist_ok=True); (p / {version!r}).touch()"
+        script = (
+            f"import pathlib; p = pathlib.Path('/tmp/go'); p.mkdir(exist_ok=True); (p / {version!r}).touch()"
+        )
         self.kubectl("exec", "trainer-0", "--", sys.executable, "-c", script)
 
     def trainer_lines(self) -> list[dict[str, Any]]:
@@ -203,7 +215,12 @@ class Fleet:
         self, version: str, seconds: float = 180, tell: Callable[[str], None] | None = None
     ) -> Publication:
         def check() -> tuple[Publication | None, object]:
-            found = {key: x for x in self.trainer_lines() for key in ("published", "greedy", "committed") if x.get(key) == version}
+            found = {
+                key: x
+                for x in self.trainer_lines()
+                for key in ("published", "greedy", "committed")
+                if x.get(key) == version
+            }
             if len(found) < 3:
                 return None, f"{', '.join(found) or 'not published'}; {self.condition('Ready')['message']}"
             return Publication(
@@ -216,7 +233,9 @@ class Fleet:
 
         return wait_until(f"the commit of {version}", check, seconds, tell=tell)
 
-    def ask(self, publication: Publication, seconds: float = 60, servers: int | None = None) -> dict[str, Answer]:
+    def ask(
+        self, publication: Publication, seconds: float = 60, servers: int | None = None
+    ) -> dict[str, Answer]:
         """Every server's answer to the publication's prompt, through the Service. Pod name -> answer."""
         text = self.kubectl(
             "exec", "trainer-0", "--", sys.executable, str(HERE / "ask.py"), "http://vllm:8000",

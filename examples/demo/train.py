@@ -39,7 +39,9 @@ def wait_for_go(version: str, seconds: float = 1800) -> None:
         if go[0]:
             return
         if time.monotonic() > deadline:
-            raise TimeoutError(f"nobody asked for {version} within {seconds:.0f} s (touch {GO_DIR / version})")
+            raise TimeoutError(
+                f"nobody asked for {version} within {seconds:.0f} s (touch {GO_DIR / version})"
+            )
         time.sleep(0.1)
 
 
@@ -49,7 +51,11 @@ def greedy(state: dict[str, torch.Tensor]) -> list[int]:
     reference.load_state_dict(state)
     prompt = torch.tensor([PROMPT])
     out = reference.generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        pad_token_id=0,
     )
     return [int(t) for t in out[0, len(PROMPT) :]]
 
@@ -78,7 +84,10 @@ def main(versions: list[str]) -> None:
         returned = time.monotonic()
         state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         if dist.get_rank() == 0:
-            print(json.dumps({"published": version, "publish_ms": round(1000 * (returned - started), 1)}), flush=True)
+            print(
+                json.dumps({"published": version, "publish_ms": round(1000 * (returned - started), 1)}),
+                flush=True,
+            )
             print(json.dumps({"greedy": version, "prompt": PROMPT, "tokens": greedy(state)}), flush=True)
         handle.wait(timeout=600)
         if dist.get_rank() == 0:

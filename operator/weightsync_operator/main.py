@@ -153,21 +153,26 @@ async def _work(
             standalone=True,
             clusterwide=options.all_namespaces,
             namespaces=options.namespaces or (),
-            stop_flag=stop,
         ),
         name="kopf",
     )
+    # kopf takes the signals over once it runs; this is for one that came just before. (Not kopf's own
+    # stop_flag: its waiter would hold up every other end by 5 s.)
+    halt = asyncio.create_task(stop.wait(), name="signal")
     try:
-        await asyncio.wait({keep, operator}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({keep, operator, halt}, return_when=asyncio.FIRST_COMPLETED)
         if keep.done():
             # Not one more request: another may work from now on. Agents refuse its elder's lower term.
             _LOG.critical("lost the Lease; ends at once")
             os._exit(1)
-        operator.result()
+        if operator.done():
+            operator.result()
         return 0
     finally:
-        keep.cancel()
+        halt.cancel()
         operator.cancel()
+        await asyncio.wait({operator}, timeout=10)
+        keep.cancel()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -28,6 +28,8 @@ def main(argv: list[str] | None = None) -> int:
         command = commands.add_parser(name, help=text)
         if name != "apiserver":
             command.add_argument("--name", default=kind.DEFAULT_NAME, help="the cluster's name")
+        if name == "down":
+            command.add_argument("--all", action="store_true", help="every cluster of this cache")
         if name == "up":
             command.add_argument("--workers", type=int, default=1, help="nodes besides the control plane")
             command.add_argument(
@@ -41,7 +43,8 @@ def main(argv: list[str] | None = None) -> int:
             case "up":
                 _print_env(kind.obtain(args.name, args.workers, args.mount))
             case "down":
-                kind.delete(args.name)
+                for name in kind.names() if args.all else [args.name]:
+                    kind.delete(name)
             case "env":
                 cluster = kind.find(args.name)
                 if cluster is None:

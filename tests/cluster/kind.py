@@ -28,8 +28,8 @@ from tests.cluster.errors import ClusterError
 from tests.cluster.images import REPOSITORY
 from tests.cluster.nodeimage import NODE_FILES, node_image
 
-CREATE_DEADLINE_S = 300.0
-READY_DEADLINE_S = 180.0
+CREATE_DEADLINE_S = 600.0
+READY_DEADLINE_S = 300.0
 PULL_DEADLINE_S = 300.0
 CONTEXT_VARIABLE = "WEIGHTSYNC_KUBE_CONTEXT"
 # Two clones on one machine need two names: a cluster carries the folders of the clone that made it.
@@ -126,6 +126,11 @@ def delete(name: str = DEFAULT_NAME) -> None:
     """Remove the cluster `name` if there is one, and our own engine when no cluster is left on it."""
     with cache.lock(f"cluster-{name}"):
         _delete(name)
+
+
+def names() -> list[str]:
+    """The clusters that were made here and not deleted yet, half-made ones included."""
+    return sorted(path.parent.name for path in cache.folder("clusters").glob("*/state.json"))
 
 
 def find(name: str = DEFAULT_NAME) -> Cluster | None:
@@ -251,8 +256,8 @@ def _healthy(cluster: Cluster) -> bool:
     try:
         if cluster.kind_of == "built" and not _forwarding(cluster.name):
             _forward(cluster.name)
-        cluster.kubectl("get", "--raw", "/readyz", "--request-timeout=5s", timeout=10)
-        _wait_ready(cluster, 30)
+        cluster.kubectl("get", "--raw", "/readyz", "--request-timeout=20s", timeout=30)
+        _wait_ready(cluster, 60)
     except ClusterError:
         return False
     return True
@@ -325,7 +330,7 @@ def _config(workers: int, mounts: list[str], port: int) -> dict[str, Any]:
 def _docker_can_pull(say: Callable[[str], None]) -> bool:
     """Whether the machine's own Docker engine answers and has, or gets, kind's node image."""
     docker = shutil.which("docker")
-    if docker is None:
+    if docker is None or os.environ.get("DOCKER_HOST") == Dockerd().host:
         return False
     try:
         run_tool([docker, "version"], timeout=10)
@@ -396,7 +401,6 @@ def _delete_built(name: str, state: dict[str, Any]) -> None:
             nodes = engine.docker("ps", "-aq", "--filter", f"label=io.x-k8s.kind.cluster={name}").split()
             if nodes:
                 engine.docker("rm", "--force", "--volumes", *nodes, timeout=60)
-        with contextlib.suppress(ClusterError):
-            if engine.docker("ps", "-aq", "--filter", "label=io.x-k8s.kind.cluster").split():
-                return
-    engine.stop()
+    # By their states, not their containers: one that is just being made may have none yet.
+    if not any(other != name and _read_state(other).get("kind_of") == "built" for other in names()):
+        engine.stop()

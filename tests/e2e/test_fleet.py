@@ -14,8 +14,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-
-from examples.demo.fleet import OPERATOR_NAMESPACE, ROOT, Answer, Fleet, FleetError, install_operator, wait_until
+from examples.demo.fleet import (
+    OPERATOR_NAMESPACE,
+    ROOT,
+    Answer,
+    Fleet,
+    FleetError,
+    install_operator,
+    wait_until,
+)
 from tests.cluster import Cluster
 
 pytestmark = pytest.mark.timeout(600)
@@ -116,8 +123,9 @@ def test_three_versions_arrive_in_both_servers(fleet: Fleet, versions: Versions)
 
 def test_an_idle_object_causes_no_api_writes(fleet: Fleet) -> None:
     before = json.loads(fleet.kubectl("get", "wsync,pods", "-o", "json"))["items"]
+    command = ["kubectl", "-n", fleet.namespace, "get", "wsync", "demo", "-o", "name", "--watch-only"]
     watch = subprocess.run(
-        ["kubectl", "-n", fleet.namespace, "get", "wsync", "demo", "-o", "name", "--watch-only", "--request-timeout=15s"],
+        [*command, "--request-timeout=15s"],
         env={**os.environ, **fleet.cluster.env()}, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     after = json.loads(fleet.kubectl("get", "wsync,pods", "-o", "json"))["items"]
@@ -147,12 +155,16 @@ def test_an_agent_refuses_requests_without_the_operators_credential(fleet: Fleet
 # ---- faults ------------------------------------------------------------------------------------------------
 
 
-def test_a_frozen_mover_is_named_and_the_round_is_repeated_without_it(fleet: Fleet, versions: Versions) -> None:
+def test_a_frozen_mover_is_named_and_the_round_is_repeated_without_it(
+    fleet: Fleet, versions: Versions
+) -> None:
     victim, other = servers(fleet)
     signal_in(fleet, victim, "STOP", "ws-mover-0")
     version = versions.start_next()
     wait_described(fleet, "Transferring", version)
-    assert fleet.ask(versions.committed)[other].version == versions.committed.version, "the other server goes on"
+    assert fleet.ask(versions.committed)[other].version == versions.committed.version, (
+        "the other server goes on"
+    )
     text = wait_described(fleet, "Failed", victim, seconds=60)
     assert version in text
     versions.finish(version)
@@ -169,13 +181,14 @@ def test_a_killed_trainer_mover_does_not_stop_training(fleet: Fleet, versions: V
     versions.finish(version)
 
 
-def test_an_operator_killed_in_the_middle_of_a_round_starts_it_again(fleet: Fleet, versions: Versions) -> None:
+def test_an_operator_killed_in_the_middle_of_a_round_starts_it_again(
+    fleet: Fleet, versions: Versions
+) -> None:
     signal_in(fleet, servers(fleet)[0], "STOP", "ws-mover-0")
     version = versions.start_next()
     wait_described(fleet, "Transferring", version)
-    fleet.cluster.kubectl(
-        "-n", OPERATOR_NAMESPACE, "delete", "pod", "-l", "app.kubernetes.io/name=weightsync", "--grace-period=0", "--force"
-    )  # fmt: skip
+    operator = ("-n", OPERATOR_NAMESPACE, "delete", "pod", "-l", "app.kubernetes.io/name=weightsync")
+    fleet.cluster.kubectl(*operator, "--grace-period=0", "--force")
     versions.finish(version)
 
 
@@ -190,7 +203,9 @@ def test_a_killed_server_comes_back_closed_and_catches_up(fleet: Fleet, versions
         return (True if restarts(fleet, victim) > before and victim in ready else None), ready
 
     wait_until(f"{victim} Ready again", back, 180)
-    assert fleet.ask(versions.committed)[victim] == Answer(versions.committed.version, versions.committed.tokens)
+    assert fleet.ask(versions.committed)[victim] == Answer(
+        versions.committed.version, versions.committed.tokens
+    )
     versions.commit_next()
 
 
@@ -207,7 +222,8 @@ def test_a_server_that_restarts_while_the_operator_is_down_never_answers_stale(
         body = json.dumps({"prompt": versions.committed.prompt, "max_tokens": 1, "temperature": 0})
         script = (
             "import sys, urllib.request, urllib.error\n"
-            "request = urllib.request.Request(sys.argv[1], sys.argv[2].encode(), {'Content-Type': 'application/json'})\n"
+            "kind = {'Content-Type': 'application/json'}\n"
+            "request = urllib.request.Request(sys.argv[1], sys.argv[2].encode(), kind)\n"
             "try: print(urllib.request.urlopen(request, timeout=20).status)\n"
             "except urllib.error.HTTPError as error: print(error.code)\n"
             "except OSError: print('silent')\n"

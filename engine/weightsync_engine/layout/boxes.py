@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, order=True, slots=True)
 class Box:
-    """Elements with `start[d] <= index[d] < start[d] + shape[d]` in every dimension d. Rank 0 is one scalar."""
+    """Elements with `start[d] <= index[d] < start[d] + shape[d]` in every dimension d. Rank 0 is one
+    scalar."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]

@@ -1,7 +1,7 @@
 """What a rank holds: how the trainer shards a parameter, and where a checkpoint parameter lands on a worker.
 
-Ranks here are epoch ranks unless said otherwise: trainers `[0, T)`, workers `[T, T + N)`. A trainer's mesh is in
-trainer ranks, which are the same numbers.
+Ranks here are epoch ranks unless said otherwise: trainers `[0, T)`, workers `[T, T + N)`. A trainer's mesh is
+in trainer ranks, which are the same numbers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Tensor dimension `dim` is cut along this mesh dimension as `torch.chunk` cuts it (uneven and empty tails)."""
+    """Tensor dimension `dim` is cut along this mesh dimension as `torch.chunk` cuts it (uneven and empty
+    tails)."""
 
     dim: int
 
@@ -73,8 +74,8 @@ class SlabTensor:
 class Piece:
     """Elements `box` of checkpoint parameter `name` are held in slab tensor `tensor` at `at` (same shape).
 
-    `box` counts in the whole parameter, `at` in the rank's own slab tensor. The box of a slab tensor that holds a
-    view of a larger live parameter (q inside qkv, gate inside gate_up) starts where that view does.
+    `box` counts in the whole parameter, `at` in the rank's own slab tensor. The box of a slab tensor that
+    holds a view of a larger live parameter (q inside qkv, gate inside gate_up) starts where that view does.
     """
 
     name: str
@@ -95,8 +96,8 @@ class Expected:
 class TrainerManifest:
     """What one trainer rank tells its mover: the sources (equal on all ranks) and its own slab.
 
-    A rank's local shard of parameter p is the slab tensor named p.name (absent where the rank holds nothing of it);
-    which box of p it is follows from mesh and placements.
+    A rank's local shard of parameter p is the slab tensor named p.name (absent where the rank holds nothing
+    of it); which box of p it is follows from mesh and placements.
     """
 
     trainer_rank: int
@@ -114,8 +115,9 @@ class WorkerManifest:
     unresolved: dict[str, str]
     """Checkpoint or live names that cannot be written directly, each with the reason."""
     aliases: dict[str, str] = field(default_factory=dict)
-    """Checkpoint names whose live tensor is another parameter's storage (a tied head): alias -> the name in `pieces`.
+    """Checkpoint names whose live tensor is another parameter's storage (a tied head): alias -> the name in
+    `pieces`.
 
-    Either name may come from the trainer, and both may; one write covers both. An alias is never missing, and never
-    written beside its name.
+    Either name may come from the trainer, and both may; one write covers both. An alias is never missing, and
+    never written beside its name.
     """

@@ -335,7 +335,10 @@ class Epoch:
             # A partner stuck in an exchange finds out after `stall`; who only waits for it gives it that
             # time.
             presence.enter(turn, partners[index], min(stall * 1.5, left))
-            transport.run(plan.steps[index], self._local, min(stall, left), moved)
+            try:
+                transport.run(plan.steps[index], self._local, min(stall, left), moved)
+            except PeerFailure as e:
+                raise presence.judge(turn, e) from e
             now["step"] = turn + 1
             whole = whole and (not sending or self._slab.read_stamp() == stamp)
             check_cancelled(lambda: self.cancelled)
@@ -386,7 +389,7 @@ class Epoch:
         if store is None or self.cancelled or isinstance(failure, Agreed):
             return failure
         try:
-            if isinstance(failure, PeerFailure) and failure.problem.reason in ("PeerLost", "ConnectFailed"):
+            if failure.problem.reason == "ConnectFailed":
                 until = time.monotonic() + _GRACE_SECONDS
                 while store.reported() is None and time.monotonic() < until:
                     time.sleep(0.02)

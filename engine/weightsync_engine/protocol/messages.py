@@ -18,7 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from .names import PROTOCOL_VERSION
 
-Version = Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$")]
+Version = Annotated[
+    str, Field(min_length=1, max_length=63, pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$")
+]
 """The trainer's name of the weights. A label value, so that it can be shown anywhere in Kubernetes."""
 
 Seconds = Annotated[float, Field(gt=0, le=86400)]
@@ -154,6 +156,8 @@ class AgentState(Message):
     """Grows with every change of this state: what the long poll waits for."""
     trainer: TrainerFacts | None = None
     inference: InferenceFacts | None = None
+    object_uid: str | None = None
+    """The WeightSync object that `epoch` and `round` belong to: another object's numbers may be the same."""
     epoch: EpochState | None = None
     round: RoundState | None = None
     """The newest round of that epoch."""

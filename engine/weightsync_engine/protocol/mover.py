@@ -11,7 +11,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .messages import EpochPhase, Message, PlanSummary, Problem, Published, Rendezvous, RoundPhase, Seconds, Version
+from .messages import (
+    EpochPhase,
+    Message,
+    PlanSummary,
+    Problem,
+    Published,
+    Rendezvous,
+    RoundPhase,
+    Seconds,
+    Version,
+)
 
 
 class MoverEpoch(Message):

@@ -1124,6 +1124,7 @@ def agent_state(session: Session, revision: int, problem: Problem | None = None)
         revision=revision,
         trainer=trainer,
         inference=inference,
+        object_uid=session.object_uid,
         epoch=None
         if epoch is None
         else EpochState(

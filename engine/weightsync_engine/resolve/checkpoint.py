@@ -1,7 +1,8 @@
 """The checkpoint that a vLLM server loaded its weights from: names, shapes, and samples of values.
 
-Only safetensors files of a local folder (or of the local Hugging Face cache) are read; headers and single rows, so
-that it takes milliseconds. Everything else counts as "no checkpoint to compare with", with the reason.
+Only safetensors files of a local folder (or of the local Hugging Face cache) are read; headers and single
+rows, so that it takes milliseconds. Everything else counts as "no checkpoint to compare with", with the
+reason.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,7 +28,7 @@ class Checkpoint:
     def __init__(self, files: list[Path]) -> None:
         self._stack = contextlib.ExitStack()
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._files: dict[str, safe_open] = {}
+        self._files: dict[str, Any] = {}
         try:
             for file in files:
                 opened = self._stack.enter_context(safe_open(file, framework="pt"))
@@ -48,7 +50,8 @@ class Checkpoint:
         self._stack.close()
 
     def sample(self, name: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
-        """The first and the last row of a box of a parameter: each with its own box, in the checkpoint's dtype."""
+        """The first and the last row of a box of a parameter: each with its own box, in the checkpoint's
+        dtype."""
         if not box.shape:
             yield box, self._files[name].get_tensor(name)
             return

@@ -1,4 +1,5 @@
-"""The worker's manifest, and for every tensor of the shadow the live view that it is copied to at the flip."""
+"""The worker's manifest, and for every tensor of the shadow the live view that it is copied to at the
+flip."""
 
 from __future__ import annotations
 
@@ -19,7 +20,10 @@ from .placement import Placed, Placement, place
 
 log = logging.getLogger(__name__)
 
-TRANSFORMS = "its live values differ from the checkpoint's: vLLM's loader transforms them, so a copy would not do what it does"
+TRANSFORMS = (
+    "its live values differ from the checkpoint's: vLLM's loader transforms them, so a copy would not do "
+    "what it does"
+)
 
 
 @dataclass(frozen=True)
@@ -89,13 +93,12 @@ def compared(
 ) -> Placement:
     """The placement without what does not hold the checkpoint's own values, as far as a sample tells."""
     unresolved = dict(placement.unresolved)
-    for name in placement.expected:
-        if checkpoint is None or name not in checkpoint.shapes:
-            if name in placement.must_compare:
-                unresolved[name] = (
-                    "its layer is not known to load by plain copy, and there is no checkpoint to compare it with"
-                    + (f" ({why_none})" if why_none else "")
-                )
+    known = () if checkpoint is None else checkpoint.shapes
+    for name in placement.must_compare.difference(known):
+        unresolved[name] = (
+            "its layer is not known to load by plain copy, and there is no checkpoint to compare with"
+            + (f" ({why_none})" if why_none else "")
+        )
     for placed in placement.placed:
         if checkpoint is None or placed.name not in checkpoint.shapes or placed.name in unresolved:
             continue

@@ -1,8 +1,8 @@
 """Reads a live vLLM model: what each module says about its own parameters.
 
-Everything comes from the module that owns the parameter: its loader (which must be one whose arithmetic is known
-here, bound to that very module), its own tensor-parallel size and rank, its partition sizes. Nothing is inferred
-from the name of a model or from shapes alone; shapes only confirm.
+Everything comes from the module that owns the parameter: its loader (which must be one whose arithmetic is
+known here, bound to that very module), its own tensor-parallel size and rank, its partition sizes. Nothing is
+inferred from the name of a model or from shapes alone; shapes only confirm.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch import nn
 from ..layout.tensors import DTYPE_BYTES
 from .names import NameRules
 from .placement import LiveTensor
-from .shards import Run, Unresolvable, even, merged, qkv, vocabulary
+from .shards import Unresolvable, even, merged, qkv, vocabulary
 
 EMPTY = (
-    "its live tensor is empty: this build of vLLM keeps a packed copy of the weights in place of them, which cannot "
-    "be updated; serve on a GPU, or with a build that keeps weights as they are"
+    "its live tensor is empty: this build of vLLM keeps a packed copy of the weights in place of them, "
+    "which cannot be updated; serve on a GPU, or with a build that keeps weights as they are"
 )
 _QUANTISED = ("packed_dim", "packed_factor", "marlin_tile_size")
 _TRANSFORMED = ("needs_scalar_to_array", "is_sharded_weight", "is_transposed", "use_bitsandbytes_4bit")
@@ -130,8 +130,8 @@ def _describe(base: LiveTensor, module: nn.Module, leaf: str, parameter: nn.Para
 
 
 def _forward_reads(module: nn.Module, weight: torch.Tensor) -> bool:
-    """On the CPU, vLLM may replace a layer's product by one with a packed copy that ignores the weight it is given.
-    Told by asking for the product of ones with a weight of zeros."""
+    """On the CPU, vLLM may replace a layer's product by one with a packed copy that ignores the weight it is
+    given. Told by asking for the product of ones with a weight of zeros."""
     product = getattr(module, "cpu_linear", None)
     if product is None or weight.ndim != 2 or weight.device.type != "cpu":
         return True
@@ -140,8 +140,8 @@ def _forward_reads(module: nn.Module, weight: torch.Tensor) -> bool:
         return not bool(product(ones, torch.zeros_like(weight), None).any()) or not bool(weight.any())
 
 
-def _sharded(base: LiveTensor, module: nn.Module, parameter: nn.Parameter) -> LiveTensor:
-    """The runs of a parameter, by the loader that its module gave it."""
+def _sharded(base: LiveTensor, module: Any, parameter: nn.Parameter) -> LiveTensor:
+    """The runs of a parameter, by the loader that its module (an nn.Module) gave it."""
     from vllm.model_executor.layers import linear
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
@@ -216,8 +216,8 @@ def _sharded(base: LiveTensor, module: nn.Module, parameter: nn.Parameter) -> Li
         whole = list(base.shape)
         whole[dim] = sum(run.whole for run in runs)
         raise Unresolvable(
-            f"its live shape {list(base.shape)} is not the share of {list(whole)} that rank {module.tp_rank} of "
-            f"{module.tp_size} should hold ({held} in dimension {dim})"
+            f"its live shape {list(base.shape)} is not the share of {list(whole)} that rank "
+            f"{module.tp_rank} of {module.tp_size} should hold ({held} in dimension {dim})"
         )
     return dataclasses.replace(base, runs=tuple(runs), dim=dim)
 

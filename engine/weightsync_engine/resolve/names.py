@@ -1,7 +1,7 @@
 """Pure: from vLLM's names of its live tensors to the checkpoint's names of the parameters in them.
 
-Names are compared by whole dotted components, never by substring, and every name is rewritten at most once. Where
-the names of the checkpoint are known, a name counts only if it is one of them.
+Names are compared by whole dotted components, never by substring, and every name is rewritten at most once.
+Where the names of the checkpoint are known, a name counts only if it is one of them.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ class NameRules:
     """What a vLLM model declares about its names."""
 
     packed: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Live module (its last components) -> the checkpoint's modules in it, in order: `packed_modules_mapping`."""
+    """Live module (its last components) -> the checkpoint's modules in it, in order:
+    `packed_modules_mapping`."""
     forward: Callable[[str], str | None] = _identity
-    """Checkpoint name -> vLLM's name, without any fusing; None: the parameter is not used (`hf_to_vllm_mapper`)."""
+    """Checkpoint name -> vLLM's name, without any fusing; None: the parameter is not used
+    (`hf_to_vllm_mapper`)."""
     prefixes: Mapping[str, str] = field(default_factory=dict)
     infixes: Mapping[str, str] = field(default_factory=dict)
     suffixes: Mapping[str, str] = field(default_factory=dict)
@@ -64,7 +66,8 @@ class CheckpointNames:
         return self._by_live is not None
 
     def find(self, live: str) -> list[str]:
-        """All checkpoint names that vLLM would load as `live`; none, or more than one, is for the caller to judge."""
+        """All checkpoint names that vLLM would load as `live`; none, or more than one, is for the caller to
+        judge."""
         if self._by_live is not None:
             return list(self._by_live.get(live, ()))
         guesses = sorted(name for name in self._guesses(live) if self.rules.forward(name) == live)

@@ -1,7 +1,7 @@
 """Pure: from descriptions of live tensors to the place of every checkpoint parameter on this worker.
 
-Fails closed. Whatever cannot be told for sure ends in `unresolved`, with a reason that a user can act on, and the
-plan refuses it by that name.
+Fails closed. Whatever cannot be told for sure ends in `unresolved`, with a reason that a user can act on, and
+the plan refuses it by that name.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class LiveTensor:
 
 @dataclass(frozen=True)
 class Placed:
-    """Elements `box` of checkpoint parameter `name` are held in live tensor `live` from `at` on (same shape)."""
+    """Elements `box` of checkpoint parameter `name` are held in live tensor `live` from `at` on (same
+    shape)."""
 
     name: str
     box: Box
@@ -171,8 +172,8 @@ def _parts(tensor: LiveTensor, names: CheckpointNames) -> list[tuple[str, tuple[
 def _piece(tensor: LiveTensor, name: str, run: Run) -> Placed:
     if run.at + run.length > tensor.shape[tensor.dim]:
         raise Unresolvable(
-            f"{name} needs rows {run.at} to {run.at + run.length} of dimension {tensor.dim} of {tensor.name}, "
-            f"which has the shape {list(tensor.shape)}"
+            f"{name} needs places {run.at} to {run.at + run.length} in dimension {tensor.dim} of "
+            f"{tensor.name}, which has the shape {list(tensor.shape)}"
         )
     start, shape, at = [0] * len(tensor.shape), list(tensor.shape), [0] * len(tensor.shape)
     start[tensor.dim], shape[tensor.dim], at[tensor.dim] = run.start, run.length, run.at

@@ -1,4 +1,5 @@
-"""Pure: which elements of a checkpoint parameter a tensor-parallel layer keeps, along the one dimension it cuts.
+"""Pure: which elements of a checkpoint parameter a tensor-parallel layer keeps, along the one dimension it
+cuts.
 
 The sizes and ranks are the layer's own, not the process's: a layer inside a TP group may well not be split.
 """
@@ -15,8 +16,8 @@ class Unresolvable(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Along the cut dimension: elements `[start, start + length)` of a checkpoint parameter that has `whole` of
-    them are held from `at` on in the live tensor."""
+    """Along the cut dimension: elements `[start, start + length)` of a checkpoint parameter that has `whole`
+    of them are held from `at` on in the live tensor."""
 
     start: int
     whole: int
@@ -47,8 +48,8 @@ def merged(wholes: Sequence[int], size: int, rank: int) -> list[Run]:
 def qkv(
     heads: int, kv_heads: int, head_size: int, v_head_size: int, size: int, rank: int
 ) -> tuple[Run, Run, Run]:
-    """q, k and v of one worker. With fewer KV heads than ranks each KV head stays whole, and `size / kv_heads`
-    neighbouring ranks hold the same one.
+    """q, k and v of one worker. With fewer KV heads than ranks each KV head stays whole, and `size /
+    kv_heads` neighbouring ranks hold the same one.
 
     Args:
         heads: query heads of the whole model.
@@ -90,9 +91,9 @@ def fused(runs: Sequence[Run]) -> list[Run]:
 
 
 def vocabulary(vocabulary_size: int, start: int, stop: int, rows: int) -> Run:
-    """The rows of a vocabulary-parallel embedding or head: `[start, stop)` of the unpadded vocabulary, kept at the
-    beginning of `rows` live rows, of which the rest is padding that nothing writes. `start == stop` is a worker
-    that holds padding only."""
+    """The rows of a vocabulary-parallel embedding or head: `[start, stop)` of the unpadded vocabulary, kept
+    at the beginning of `rows` live rows, of which the rest is padding that nothing writes. `start == stop` is
+    a worker that holds padding only."""
     if not 0 <= start <= stop <= vocabulary_size or stop - start > rows:
         raise Unresolvable(
             f"vocabulary rows [{start}, {stop}) of {vocabulary_size} do not fit {rows} live rows"

@@ -11,11 +11,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from .base import PeerFailure
 from .store import EpochStore
 
 _END = 1 << 60
+SETTLE_SECONDS = 0.5
+"""How long ranks that have given up on a peer let the others say for whom they wait."""
 
 
 class Presence:
@@ -31,8 +34,8 @@ class Presence:
     def _key(self, rank: int) -> str:
         return f"at/{self._scope}/{rank}"
 
-    def _say(self, entered: int, coming: int, waits_for: int | None = None) -> None:
-        value = {"entered": entered, "next": coming, "waits_for": waits_for}
+    def _say(self, entered: int, coming: int, waits_for: int | None = None, inside: bool = False) -> None:
+        value = {"entered": entered, "next": coming, "waits_for": waits_for, "inside": inside}
         self._store.put(self._key(self._store.rank), json.dumps(value).encode())
 
     def enter(self, turn: int, peers: Sequence[int], seconds: float) -> None:
@@ -48,7 +51,9 @@ class Presence:
         while True:
             asked = {self._key(p): p for p in peers if self._known.get(p, -2) < step}
             if asked:
-                values = self._store.get_all(asked, deadline, "its position in the round")
+                first = {k: p for k, p in asked.items() if p not in self._known}
+                values = self._store.get_all(first, deadline, "its position in the round") if first else {}
+                values |= self._store.read_all({k: p for k, p in asked.items() if k not in first})
                 for key, peer in asked.items():
                     self._known[peer] = int(json.loads(values[key])["next"])
             missing = [p for p in peers if self._known[p] < step]
@@ -65,27 +70,56 @@ class Presence:
         self._say(step, self._own[turn + 1] if turn + 1 < len(self._own) else _END)
 
     def _late(self, step: int, rank: int, seconds: float) -> None:
+        culprit = self._culprit(rank)
+        raise PeerFailure(
+            "PeerLate",
+            f"rank {culprit} did not come to step {step} within {seconds:.1f} s: its mover is frozen, "
+            "starved or cut off; it is replaced when its pod's agent kills it",
+            culprit,
+        )
+
+    def judge(self, turn: int, failure: PeerFailure) -> PeerFailure:
+        """Who is to blame for a failed exchange in this rank's step number `turn`: perhaps not the peer it
+        names.
+
+        The peer may itself have waited in vain for a third rank, and may be closing its connections for that.
+        So all ranks that wait say for whom, and after a moment each follows the chain to its end.
+        """
+        peer = failure.problem.rank
+        if failure.problem.reason not in ("PeerLate", "PeerLost") or peer is None:
+            return failure
+        self._say(self._own[turn], self._own[turn] + 1, peer, inside=True)
+        # Those whose connection broke wait longer: the rank that broke it has more to tell, if it lives.
+        until = time.monotonic() + (
+            SETTLE_SECONDS if failure.problem.reason == "PeerLate" else 3 * SETTLE_SECONDS
+        )
+        while time.monotonic() < until:
+            self._store.raise_failed()
+            time.sleep(0.02)
+        culprit = self._culprit(peer)
+        if culprit == peer:
+            return failure
+        message = f"{failure.problem.message}; rank {peer} itself waited for rank {culprit}"
+        return PeerFailure(failure.problem.reason, message, culprit)
+
+    def _culprit(self, rank: int) -> int:
         """Follow who waits for whom, so that the rank to blame is named and not one that waits like us."""
         seen = {self._store.rank}
         while rank not in seen:
             seen.add(rank)
-            key = self._key(rank)
-            value = json.loads(
-                self._store.get(key, rank, time.monotonic() + 1.0, "its position in the round")
-            )
-            other = value["waits_for"]
-            if other is None:
+            value = self._position(rank)
+            if value is None or value["waits_for"] in (None, self._store.rank):
                 break
-            theirs = json.loads(
-                self._store.get(self._key(other), other, time.monotonic() + 1.0, "its position in the round")
-            )
-            if theirs["next"] >= value["next"]:
+            other = int(value["waits_for"])
+            theirs = self._position(other)
+            if not value["inside"] and theirs is not None and theirs["next"] >= value["next"]:
                 break  # what it waited for has come: it stands still by itself
-            rank = int(other)
-        raise PeerFailure(
-            "PeerLate",
-            f"rank {rank} did not come to step {step} within {seconds:.1f} s: its mover is frozen, "
-            f"starved or cut off; "
-            "it is replaced when its pod's agent kills it",
-            rank,
-        )
+            rank = other
+        return rank
+
+    def _position(self, rank: int) -> dict[str, Any] | None:
+        key = self._key(rank)
+        if rank not in self._known and not self._store.exists(key):
+            return None
+        result: dict[str, Any] = json.loads(self._store.read_all({key: rank})[key])
+        return result

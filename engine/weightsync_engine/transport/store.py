@@ -19,6 +19,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
@@ -161,9 +162,17 @@ class EpochStore:
         cancelled.
         """
         self.wait(keys, deadline, what)
+        return self.read_all(keys)
+
+    def read_all(self, keys: Mapping[str, int]) -> dict[str, bytes]:
+        """The values of keys that are known to be there, in one round trip for each 64 of them."""
         result: dict[str, bytes] = {}
-        for key, writer in keys.items():
-            result[key] = self._read(key, self._get(key), writer)
+        names = list(keys)
+        for start in range(0, len(names), 64):
+            batch = names[start : start + 64]
+            values = self._call(partial(self._store.multi_get, batch))
+            for key, signed in zip(batch, values, strict=True):
+                result[key] = self._read(key, bytes(signed), keys[key])
         return result
 
     def wait(self, keys: Mapping[str, int], deadline: float, what: str) -> None:
@@ -185,6 +194,10 @@ class EpochStore:
                 )
             time.sleep(min(pause, max(deadline - time.monotonic(), 0.0)))
             pause = min(pause * 1.5, _POLL_SECONDS[1])
+
+    def exists(self, key: str) -> bool:
+        """Whether somebody has written it. Does not wait."""
+        return self._check([key])
 
     # -- failures --------------------------------------------------------------------------------------------
 
@@ -246,7 +259,7 @@ class EpochStore:
     def _get(self, key: str) -> bytes:
         return bytes(self._call(lambda: self._store.get(key)))
 
-    def _call(self, call: Callable[[], Any]) -> Any:
+    def _call(self, call: Callable[..., Any]) -> Any:
         try:
             return call()
         except RuntimeError as e:
@@ -276,7 +289,7 @@ class GlooStore(Store):
         self._epoch.wait({f"gloo/{k}": self._writer(k) for k in keys}, self._deadline, "its address")
 
     def check(self, keys: list[str]) -> bool:
-        return self._epoch._check([f"gloo/{k}" for k in keys])
+        return all(self._epoch.exists(f"gloo/{k}") for k in keys)
 
 
 def ranks_text(ranks: list[int]) -> str:

@@ -1,11 +1,12 @@
 """Entry point of `vllm.endpoint_plugins`: the pod's agent, as routes on vLLM's own port, and the guard.
 
-vLLM loads it only where `VLLM_PLUGINS` names it (`VLLM_PLUGINS=weightsync`). In a server without the backend it
-guards nothing: it only says, on its own routes, what is missing.
+vLLM loads it only where `VLLM_PLUGINS` names it (`VLLM_PLUGINS=weightsync`). In a server without the backend
+it guards nothing: it only says, on its own routes, what is missing.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import uuid
@@ -22,7 +23,7 @@ from ..agent.credentials import TokenVerifier, Unauthorized
 from ..agent.routes import routes
 from ..protocol.messages import Problem
 from .guard import Guard, Verdict
-from .plugin import BACKEND
+from .plugin import BACKEND, log_with_vllm
 from .server import VllmServer
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOADED = "loaded"
+LEAVE_EVERY_SECONDS = 0.2
 START_WITH = f'start vLLM with --weight-transfer-config \'{{"backend": "{BACKEND}"}}\''
 
 
@@ -46,21 +48,24 @@ class EndpointPlugin:
         self.server: VllmServer | None = None
         self.routes: ASGIApp = _starting
         self._guarded = True
+        self._leaving: asyncio.Task[None] | None = None
 
     def attach_router(self, app: FastAPI) -> None:
         """Put the guard, which also answers for our routes, in front of the app. Runs before `init_state`."""
         app.add_middleware(Guard, gate=lambda: self)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
-        """Build the agent over the engine client. Never raises: a server without an agent must still start."""
+        """Build the agent over the engine client. Never raises: a server without an agent must still
+        start."""
+        log_with_vllm()
         try:
-            await self._init(engine_client, args)
+            await self._init(engine_client, state, args)
         except Exception as e:
             log.exception("the agent of this pod cannot start")
             because = f"the agent of this pod cannot start: {type(e).__name__}: {e}"
             self.routes = _Broken(because)
 
-    async def _init(self, engine_client: EngineClient | None, args: Namespace) -> None:
+    async def _init(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         backend = None
         if engine_client is not None:
             config = engine_client.vllm_config.weight_transfer_config
@@ -80,6 +85,9 @@ class EndpointPlugin:
         await core.start()
         self.routes = Router(routes=list(routes(core, verifier)))
         self.core = core
+        self._leaving = asyncio.get_running_loop().create_task(
+            _close_with(state, core), name="weightsync-leave"
+        )
 
     def verdict(self) -> Verdict | None:
         """What the guard does with a request that may generate."""
@@ -94,10 +102,19 @@ class EndpointPlugin:
         return Verdict(True, "", version or LOADED)
 
 
+async def _close_with(state: State, core: AgentCore) -> None:
+    """End the agent, and with it the long polls, as soon as vLLM stops its HTTP server: it waits for every
+    request that is still open, and a long poll would hold it up. vLLM tells plugins nothing of its end."""
+    while not getattr(getattr(state, "server", None), "should_exit", False):  # noqa: ASYNC110
+        await asyncio.sleep(LEAVE_EVERY_SECONDS)
+    await core.close()
+
+
 async def _server_of(
     engine_client: EngineClient | None, backend: str | None, args: Namespace
 ) -> tuple[VllmServer, list[str]]:
-    """The server, and one mover socket for each worker. A server that cannot take part says why in `problem`."""
+    """The server, and one mover socket for each worker. A server that cannot take part says why in
+    `problem`."""
     if engine_client is None:
         return _unfit(None, 1, "NoEngine", "this vLLM process only renders prompts and holds no model")
     parallel = engine_client.vllm_config.parallel_config

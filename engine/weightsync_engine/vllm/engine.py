@@ -1,9 +1,9 @@
 """The worker's engine: `WeightSyncEngine`, which vLLM builds in every worker right after it loaded the model.
 
-It resolves the model, takes memory for the shadow (before vLLM sizes its KV cache) and starts the mover beside
-the worker. Whatever goes wrong here is kept as the worker's problem and told to the agent: the server starts and
-serves all the same. Nothing that is reached through vLLM's collective calls raises when there is more than one
-worker: vLLM would pair the answers of later calls wrongly for ever after.
+It resolves the model, takes memory for the shadow (before vLLM sizes its KV cache) and starts the mover
+beside the worker. Whatever goes wrong here is kept as the worker's problem and told to the agent: the server
+starts and serves all the same. Nothing that is reached through vLLM's collective calls raises when there is
+more than one worker: vLLM would pair the answers of later calls wrongly for ever after.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from ..protocol.messages import EpochPhase, Problem, Rendezvous, RoundPhase
 from ..protocol.mover import MoverJoin, MoverState, MoverTransfer
 from ..resolve.checkpoint import NoCheckpoint, open_checkpoint
 from ..resolve.manifest import Resolved, resolve
+from .plugin import log_with_vllm
 from .shadow import Flipped, Shadow
 
 log = logging.getLogger(__name__)
@@ -46,9 +47,9 @@ REASONS = 8
 
 
 @dataclass(kw_only=True)
-class InitInfo(WeightTransferInitInfo):
-    """Without Kubernetes: what `/init_weight_transfer_engine` takes. Equal on all workers of all servers but for
-    `rank_offset`, the first worker's rank of this server."""
+class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """Without Kubernetes: what `/init_weight_transfer_engine` takes. Equal on all workers of all servers but
+    for `rank_offset`, the first worker's rank of this server."""
 
     rank_offset: int = -1
     world_size: int = 0
@@ -58,7 +59,9 @@ class InitInfo(WeightTransferInitInfo):
     master_port: int = 0
     key: str = field(default="", repr=False)
     """Secret of the epoch, at least 32 characters."""
+    object_uid: str = "vllm"
     epoch: int = 1
+    """Whose epoch, and which: names the keys in the store."""
     transport: str = "auto"
     deadline_seconds: float = 120.0
     error: str = ""
@@ -66,7 +69,7 @@ class InitInfo(WeightTransferInitInfo):
 
 
 @dataclass(kw_only=True)
-class UpdateInfo(WeightTransferUpdateInfo):
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """Without Kubernetes: what `/update_weights` takes."""
 
     version: str = ""
@@ -75,7 +78,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     error: str = ""
 
 
-class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
     """One vLLM worker's shadow, mover and flip."""
 
     init_info_cls = InitInfo
@@ -101,6 +104,7 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._init: InitInfo | None = None
         self._update: UpdateInfo | None = None
         self._alone: Problem | None = None
+        log_with_vllm()
         attach_worker_methods()
         try:
             self._build()
@@ -197,15 +201,15 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
         try:
-            return super().parse_init_info({k: v for k, v in init_dict.items() if k != "error"})
-        except ValueError as e:
-            return InitInfo(error=str(e))
+            return InitInfo(**{k: v for k, v in init_dict.items() if k != "error"})
+        except (TypeError, AttributeError) as e:
+            return InitInfo(error=f"init_info does not fit: {e}")
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> UpdateInfo:
         try:
-            return super().parse_update_info({k: v for k, v in update_dict.items() if k != "error"})
-        except ValueError as e:
-            return UpdateInfo(error=str(e))
+            return UpdateInfo(**{k: v for k, v in update_dict.items() if k != "error"})
+        except (TypeError, AttributeError) as e:
+            return UpdateInfo(error=f"update_info does not fit: {e}")
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Join the epoch. With one worker a failure raises; with more it is kept, see `_report`."""
@@ -236,7 +240,7 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 reason="NothingReceived", message="no version was received and verified in this update"
             )
         else:
-            want = Flipped("vllm", self._init.epoch, self._update.round, self._update.version)
+            want = Flipped(self._init.object_uid, self._init.epoch, self._update.round, self._update.version)
             problem = self.shadow.flip(want)
         self._report(problem)
 
@@ -262,7 +266,7 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             return self.problem
         try:
             join = MoverJoin(
-                object_uid="vllm",
+                object_uid=init_info.object_uid,
                 term=1,
                 epoch=init_info.epoch,
                 rank=init_info.rank_offset + self.rank,
@@ -305,8 +309,8 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return None
 
     def _report(self, problem: Problem | None) -> None:
-        """Raise a problem if this is the only worker; else keep it for `weightsync_live`: an exception in one of
-        several workers would desynchronise all later answers."""
+        """Raise a problem if this is the only worker; else keep it for `weightsync_live`: an exception in one
+        of several workers would desynchronise all later answers."""
         self._alone = problem
         if problem is None:
             return
@@ -372,10 +376,14 @@ def refusal(config: VllmConfig) -> str:
         return "one vLLM server over several pods is not supported: give each pod a server of its own"
     if parallel.data_parallel_size > 1:
         return "data parallelism inside a server is not supported yet: use one server for each replica"
+    if parallel.distributed_executor_backend == "ray":
+        return "vLLM's Ray executor is not supported: use --distributed-executor-backend mp"
+    if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0", "false", "False"):
+        return "vLLM's Rust front end bypasses the agent: unset VLLM_USE_RUST_FRONTEND"
     if config.speculative_config is not None:
         return "a server with a draft model is not supported yet"
-    offload = getattr(config, "offload_config", None)
-    if offload is not None and getattr(getattr(offload, "uva", None), "cpu_offload_gb", 0):
+    uva: Any = getattr(getattr(config, "offload_config", None), "uva", None)
+    if uva is not None and uva.cpu_offload_gb:
         return "weights that are offloaded to the CPU are not supported"
     return ""
 

@@ -1,12 +1,15 @@
 """The guard: pure ASGI, in vLLM's own process, in front of everything that generates.
 
-While the agent does not serve, whatever may produce tokens is answered with 503 and the reason. Denied by default:
-only what is known to produce nothing (health, metrics, models, documentation) and our own routes pass.
+While the agent does not serve, whatever may produce tokens is answered with 503 and the reason. Denied by
+default: only what is known to produce nothing (health, metrics, models, documentation) and our own routes
+pass.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,15 +17,18 @@ from typing import Protocol
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..protocol.names import ROUTE_PREFIX, ROUTE_READY
+from ..protocol.names import ENV_POD_NAME, ROUTE_PREFIX, ROUTE_READY
 
 HEADER = "x-weightsync-version"
 """Response header: the version that was live when the response began; `loaded` for what vLLM loaded itself."""
+POD_HEADER = "x-weightsync-pod"
+"""Response header: the pod that answered, so that a client of a Service can tell its servers apart."""
 RETRY_SECONDS = 2
 OPEN_PATHS = frozenset(
     {
-        "/health", "/ping", "/live", "/ready", "/load", "/metrics", "/version", "/server_info", "/v1/models", "/models",
-        "/tokenize", "/detokenize", "/tokenizer_info", "/openapi.json", "/docs", "/redoc", "/docs/oauth2-redirect",
+        "/health", "/ping", "/live", "/ready", "/load", "/metrics", "/version", "/server_info", "/v1/models",
+        "/models", "/tokenize", "/detokenize", "/tokenizer_info", "/openapi.json", "/docs", "/redoc",
+        "/docs/oauth2-redirect",
     }
 )  # fmt: skip
 """Paths that never generate."""
@@ -54,6 +60,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, gate: Callable[[], Gate]) -> None:
         self.app = app
+        self._pod = os.environ.get(ENV_POD_NAME) or socket.gethostname()
         self._gate = gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -77,16 +84,17 @@ class Guard:
         elif not verdict.passes:
             await _refuse(send, verdict.because)
         else:
-            await self.app(scope, receive, _labelled(send, verdict.version))
+            await self.app(scope, receive, self._labelled(send, verdict.version))
 
+    def _labelled(self, send: Send, version: str) -> Send:
+        async def labelled(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers[HEADER] = version
+                headers[POD_HEADER] = self._pod
+            await send(message)
 
-def _labelled(send: Send, version: str) -> Send:
-    async def labelled(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            MutableHeaders(scope=message)[HEADER] = version
-        await send(message)
-
-    return labelled
+        return labelled
 
 
 async def _refuse(send: Send, because: str) -> None:

@@ -1,4 +1,5 @@
-"""The vLLM server as the pod's agent sees it: what its workers hold, and the flip between two decode steps."""
+"""The vLLM server as the pod's agent sees it: what its workers hold, and the flip between two decode
+steps."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ class VllmServer:
         self._lock = asyncio.Lock()
 
     async def describe(self) -> list[str]:
-        """Ask the workers who they are; sets `problem`. Returns the sockets of their movers, in rank order."""
+        """Ask the workers who they are; sets `problem`. Returns the sockets of their movers, in rank
+        order."""
         answers = await asyncio.wait_for(self._ask("weightsync_describe"), DESCRIBE_SECONDS)
         for answer in answers:
             if answer["problem"]:
@@ -81,8 +83,9 @@ class VllmServer:
     ) -> Problem | None:
         """Make the shadow live in every worker while the scheduler stands still between two steps.
 
-        Running requests are kept: their KV is computed anew under the new weights, and the prefix cache is emptied,
-        so that no token is ever made of two versions. Idempotent. None: every worker serves the version.
+        Running requests are kept: their KV is computed anew under the new weights, and the prefix cache is
+        emptied, so that no token is ever made of two versions. Idempotent. None: every worker serves the
+        version.
         """
         async with self._lock:
             deadline = asyncio.get_running_loop().time() + deadline_seconds

@@ -23,9 +23,11 @@ class Flipped:
 
 
 class Shadow:
-    """The slab beside the live weights. Its mover writes it; `flip` copies it over, in the worker's own thread.
+    """The slab beside the live weights. Its mover writes it; `flip` copies it over, in the worker's own
+    thread.
 
-    What is live is a fact kept here, in the process that holds the weights: an agent that restarts asks for it.
+    What is live is a fact kept here, in the process that holds the weights: an agent that restarts asks for
+    it.
     """
 
     def __init__(self, resolved: Resolved, slab: Slab) -> None:
@@ -44,8 +46,8 @@ class Shadow:
     def flip(self, want: Flipped) -> Problem | None:
         """Make the shadow live if it holds exactly what was decided. Repeated calls answer as the first.
 
-        Returns None once the live weights are wholly `want`; a problem, and unchanged weights, if the shadow holds
-        something else. An exception in the middle leaves `torn` set.
+        Returns None once the live weights are wholly `want`; a problem, and unchanged weights, if the shadow
+        holds something else. An exception in the middle leaves `torn` set.
         """
         if self.live == want and not self.torn:
             return None
@@ -68,7 +70,7 @@ class Shadow:
             if first and (unlike := self._unlike()) is not None:
                 return Problem(
                     reason="FlipNotExact",
-                    message=f"after the copy {unlike} differs from what was verified; this server must be restarted",
+                    message=f"after the copy {unlike} differs from what was verified: restart this server",
                 )
         if self.slab.read_stamp() != wanted:
             return Problem(
@@ -86,7 +88,8 @@ class Shadow:
             torch.cuda.current_stream(self._live[0].device).synchronize()
 
     def _unlike(self) -> str | None:
-        """The first tensor whose live bytes are not the shadow's: memory that something else writes or has moved."""
+        """The first tensor whose live bytes are not the shadow's: memory that something else writes or has
+        moved."""
         for name, live, shadow in zip(self._names, self._live, self._next, strict=True):
             if not torch.equal(live.contiguous().view(torch.uint8), shadow.view(torch.uint8)):
                 return name

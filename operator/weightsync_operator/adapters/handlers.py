@@ -1,4 +1,5 @@
-"""kopf's side: one daemon for each object, woken by events on the object and on its pods. No decisions here."""
+"""kopf's side: one daemon for each object, woken by events on the object and on its pods. No decisions
+here."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from ..core import names
 from ..core.rounds import Settings
 from .agents import Agents
 from .kube import Kube, KubeError, KubeUnavailable
-from .reconcile import ObjectGone, Reconciler
+from .reconcile import LEAVE_SECONDS, ObjectGone, Reconciler
 from .tokens import Tokens
 
 _LOG = logging.getLogger(__name__)
@@ -35,7 +36,8 @@ class Pods:
         self._owners: dict[str, Key] = {}
 
     def put(self, raw: dict[str, Any], *, deleted: bool = False) -> set[Key]:
-        """Notes an event; the objects that it concerns: the old and the new owner of a relabelled pod alike."""
+        """Notes an event; the objects that it concerns: the old and the new owner of a relabelled pod
+        alike."""
         uid = raw["metadata"]["uid"]
         touched = {self._owners[uid]} if uid in self._owners else set()
         owner = raw["metadata"].get("labels", {}).get(LABEL_SYNC)
@@ -78,6 +80,7 @@ class Handlers:
         self._settings = settings or Settings()
         self._pods = Pods()
         self._wakes: dict[Key, asyncio.Event] = {}
+        self._deleted: set[str] = set()
 
     def register(self, registry: kopf.OperatorRegistry) -> None:
         kopf.on.login(registry=registry)(_login)
@@ -89,8 +92,7 @@ class Handlers:
             names.API_VERSION,
             names.PLURAL,
             registry=registry,
-            cancellation_backoff=5.0,
-            cancellation_timeout=5.0,
+            cancellation_timeout=2.0,
         )(self._daemon)
 
     def _wake(self, key: Key) -> None:
@@ -102,7 +104,10 @@ class Handlers:
         for key in self._pods.put(dict(event["object"]), deleted=event["type"] == "DELETED"):
             self._wake(key)
 
-    async def _on_object(self, namespace: str | None, name: str, **_: Any) -> None:
+    async def _on_object(self, event: Any, namespace: str | None, name: str, uid: str, **_: Any) -> None:
+        if event["type"] == "DELETED":
+            # Also when somebody removed our finalizer by hand, of which kopf does not tell the daemon.
+            self._deleted.add(uid)
         self._wake((namespace or "", name))
 
     async def _daemon(
@@ -116,28 +121,40 @@ class Handlers:
             self._kube, agents, *key, uid, instance=self._instance, settings=self._settings
         )
         try:
-            await self._loop(key, body, stopped, wake, reconciler)
-            if kopf.DaemonStoppingReason.RESOURCE_DELETED in (stopped.reason or kopf.DaemonStoppingReason(0)):
+            await self._loop(key, uid, body, stopped, wake, reconciler)
+            reason = stopped.reason or kopf.DaemonStoppingReason(0)
+            if uid in self._deleted or kopf.DaemonStoppingReason.RESOURCE_DELETED in reason:
                 await reconciler.leave(self._pods.of(key))
                 self._tokens.forget(*key)
         finally:
             await agents.close()
+            self._deleted.discard(uid)
             if self._wakes.get(key) is wake:
                 del self._wakes[key]
 
     async def _loop(
-        self, key: Key, body: kopf.Body, stopped: Any, wake: asyncio.Event, reconciler: Reconciler
+        self,
+        key: Key,
+        uid: str,
+        body: kopf.Body,
+        stopped: Any,
+        wake: asyncio.Event,
+        reconciler: Reconciler,
     ) -> None:
         loop = asyncio.get_running_loop()
         listed = float("-inf")
-        while not stopped:
+        while not stopped and uid not in self._deleted:
             # Before looking: what happens from here on wakes the next turn.
             wake.clear()
             if loop.time() - listed >= self._settings.resync and await self._list(key):
                 listed = loop.time()
             wait = 1.0
             if listed > float("-inf"):
-                wait = await self._turn(key, body, reconciler)
+                try:
+                    wait = await self._turn(key, body, reconciler)
+                except ObjectGone:
+                    self._deleted.add(uid)
+                    return
             waiter = asyncio.create_task(wake.wait())
             halt = asyncio.ensure_future(stopped.wait())
             try:
@@ -156,18 +173,16 @@ class Handlers:
         return True
 
     async def _turn(self, key: Key, body: kopf.Body, reconciler: Reconciler) -> float:
+        """One step. Raises ObjectGone and nothing else: a defect of ours must not make the object deaf."""
         try:
             spec = WeightSyncSpec.model_validate(dict(body.spec))
             generation = int(body.metadata.get("generation", 1))
             return await reconciler.step(spec, generation, lambda: self._pods.of(key))
         except ValidationError as error:
             _LOG.error("%s/%s: its spec is not readable, is the CRD of another version? %s", *key, error)
-        except ObjectGone:
-            _LOG.info("%s/%s: is gone", *key)
-        except asyncio.CancelledError:
+        except (ObjectGone, asyncio.CancelledError):
             raise
         except Exception:
-            # A defect of ours must not make the object deaf.
             _LOG.exception("%s/%s: a step failed", *key)
             return 5.0
         return 10.0
@@ -190,4 +205,7 @@ def _configure(settings: kopf.OperatorSettings, **_: Any) -> None:
     settings.watching.connect_timeout = 10
     settings.watching.reconnect_backoff = 1.0
     settings.networking.request_timeout = 30
+    # A daemon that is told to stop says goodbye to its agents first; kopf looks only once at whether it is
+    # done.
+    settings.background.instant_exit_timeout = LEAVE_SECONDS + 1.0
     settings.watching.label_selectors["pods"] = LABEL_SYNC

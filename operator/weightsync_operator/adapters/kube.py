@@ -53,8 +53,8 @@ class Kube:
         self._timeout = timeout
 
     @classmethod
-    async def connect(cls) -> Kube:
-        """From the pod's service account, else from the kubeconfig of the environment.
+    async def connect(cls, kubeconfig: str | None = None) -> Kube:
+        """From the pod's service account, else from a kubeconfig (default: that of the environment).
 
         Raises kubernetes' ConfigException when there is neither.
         """
@@ -62,7 +62,7 @@ class Kube:
         try:
             config.load_incluster_config(client_configuration=configuration)
         except config.ConfigException:
-            await config.load_kube_config(client_configuration=configuration)
+            await config.load_kube_config(config_file=kubeconfig, client_configuration=configuration)
         return cls(client.ApiClient(configuration))
 
     async def close(self) -> None:
@@ -77,7 +77,8 @@ class Kube:
         query: Mapping[str, str] | None = None,
         content_type: str = "application/json",
     ) -> dict[str, Any]:
-        """One call. Raises KubeError for a refusal and KubeUnavailable when it is unclear what became of it."""
+        """One call. Raises KubeError for a refusal and KubeUnavailable when it is unclear what became of
+        it."""
         try:
             async with asyncio.timeout(self._timeout):
                 call = await self._api.param_serialize(

@@ -15,10 +15,11 @@ _LOG = logging.getLogger(__name__)
 
 
 class Lease:
-    """One Lease object. Who holds it renews it three times in its duration and gives up before others may take it.
+    """One Lease object. Who holds it renews it three times in its duration and gives up before others may
+    take it.
 
-    Clocks of different machines are never compared: a holder counts as dead when its Lease has not changed for the
-    duration, as seen by us.
+    Clocks of different machines are never compared: a holder counts as dead when its Lease has not changed
+    for the duration, as seen by us.
     """
 
     def __init__(self, kube: Kube, namespace: str, identity: str, *, seconds: float = 15.0) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import logging
 import secrets
@@ -27,7 +28,8 @@ _LOG = logging.getLogger(__name__)
 
 _STEPS = 8
 """Durable steps that one call of `step` takes at most before it lets others have their turn."""
-_LEAVE_SECONDS = 3.0
+LEAVE_SECONDS = 3.0
+"""How long a deletion waits at most for agents to hear of it."""
 _FIRST_WORDS_SECONDS = 2.0
 _MIN_REPORT_SECONDS = 1.0
 """While a round runs, reports that change nothing but a message or a member's state wait this long."""
@@ -69,11 +71,12 @@ class Reconciler:
     async def _begin(self) -> None:
         """Raises the term with a compare-and-swap, and goes on from what the object says.
 
-        This is every operator start, and also the way out of a write with an unclear end: the new resourceVersion
-        keeps that write from being done any later, and what it may have done already is read here.
+        This is every operator start, and also the way out of a write with an unclear end: the new
+        resourceVersion keeps that write from being done any later, and what it may have done already is
+        read here.
         """
         raw = await self._read()
-        status = raw.get("status", {})
+        status = raw.get("status") or {}
         facts = Facts.model_validate(status)
         facts = facts.model_copy(update={"term": facts.term + 1})
         await self._kube.apply_status(
@@ -97,7 +100,8 @@ class Reconciler:
         self._take_over_report(status)
 
     def _take_over_report(self, status: dict[str, Any]) -> None:
-        """What an earlier operator showed: rounds stay on the list, and an equal report is not written again."""
+        """What an earlier operator showed: rounds stay on the list, and an equal report is not written
+        again."""
         self._reported = {key: value for key, value in status.items() if key not in _dump_names(Facts)}
         try:
             old = Report.model_validate({"observedGeneration": 0, "conditions": (), **status})
@@ -235,6 +239,9 @@ class Reconciler:
                 self._namespace, self._name, self._uid, wanted, names.MANAGER_STATUS
             )
         except (KubeError, KubeUnavailable) as error:
+            if isinstance(error, KubeError) and error.status in (404, 409):
+                with contextlib.suppress(KubeError, KubeUnavailable):
+                    await self._read()  # raises ObjectGone if that is why
             _LOG.warning("%s/%s: cannot write the status: %s", self._namespace, self._name, error)
             return False
         self._reported, self._reported_at = wanted, self._clock()
@@ -269,7 +276,8 @@ class Reconciler:
     # ---- the end -------------------------------------------------------------------------------------------
 
     async def leave(self, raw: Sequence[dict[str, Any]]) -> None:
-        """The object is being deleted: pods serve on as they are. Ends in a few seconds whatever the pods do."""
+        """The object is being deleted: pods serve on as they are. Ends in a few seconds whatever the pods
+        do."""
         epoch = self._facts.epoch if self._facts else None
         if epoch is None or self._facts is None:
             return
@@ -283,7 +291,7 @@ class Reconciler:
                 boot_id=state.boot_id, object_uid=self._uid, term=self._facts.term, epoch=epoch.number
             )
             self._agents.submit(Send(pod.name, pod.uid, "leave", request))
-        await self._agents.settle(_LEAVE_SECONDS)
+        await self._agents.settle(LEAVE_SECONDS)
 
 
 def _dump(model: Facts | Report) -> dict[str, Any]:

@@ -26,7 +26,8 @@ class Tokens:
     """Asks the API server once an object and lifetime; agents verify offline."""
 
     def __init__(self, kube: Kube, account: str) -> None:
-        """`account` is the operator's service account as `namespace:name`. Raises ValueError for another form."""
+        """`account` is the operator's service account as `namespace:name`. Raises ValueError for another
+        form."""
         namespace, _, name = account.partition(":")
         if not namespace or not name:
             raise ValueError(f"the service account must be given as <namespace>:<name>, not {account!r}")

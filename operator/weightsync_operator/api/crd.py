@@ -155,7 +155,8 @@ def custom_resource_definition() -> dict[str, Any]:
                     "schema": {
                         "openAPIV3Schema": {
                             "type": "object",
-                            "description": "Keeps the weights of vLLM pods equal to what a trainer publishes.",
+                            "description": "Keeps the weights of vLLM pods equal to what a trainer "
+                            "publishes.",
                             "required": ["spec"],
                             "properties": {
                                 "apiVersion": {"type": "string"},
@@ -167,7 +168,8 @@ def custom_resource_definition() -> dict[str, Any]:
                             "x-kubernetes-validations": [
                                 {
                                     "rule": "self.metadata.name.size() <= 63",
-                                    "message": "metadata.name must have at most 63 characters: pods carry it as "
+                                    "message": "metadata.name must have at most 63 characters: pods "
+                                    "carry it as "
                                     f"the value of the label {GROUP}/sync",
                                 }
                             ],

@@ -1,8 +1,8 @@
 """The WeightSync object: what a user writes (spec) and what the operator answers (status).
 
-The CRD is generated from these types (`api.crd`), so every list and string is bounded here, and every rule that
-ties fields together is a CEL rule whose message says what to write instead. Fields that a rule ties have no
-default in the schema: the defaults are the properties at the end of each type.
+The CRD is generated from these types (`api.crd`), so every list and string is bounded here, and every rule
+that ties fields together is a CEL rule whose message says what to write instead. Fields that a rule ties
+have no default in the schema: the defaults are the properties at the end of each type.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def seconds(default: int, what: str) -> Any:
     return Field(
         default=None,
         ge=1,
-        le=86400,
+        le=21600,
         description=f"{what} Default: {default}.",
         json_schema_extra=rules(
             (
-                "self >= 1 && self <= 86400",
-                f"must be 1 to 86400 whole seconds; leave it out for the default of {default}",
+                "self >= 1 && self <= 21600",
+                f"must be 1 to 21600 whole seconds; leave it out for the default of {default}",
             )
         ),
     )
@@ -80,7 +80,8 @@ class Trigger(ApiModel):
     )
 
     type: Literal["OnPublish", "OnSpecVersion"] = Field(
-        description="OnPublish: every version that the trainer publishes. OnSpecVersion: the version written here, "
+        description="OnPublish: every version that the trainer publishes. OnSpecVersion: the version "
+        "written here, "
         "once the trainer has published it."
     )
     version: SpecVersion | None = Field(default=None, description="With OnSpecVersion: the version to serve.")
@@ -161,7 +162,8 @@ class WeightSyncSpec(ApiModel):
     trigger: Trigger | None = Field(default=None, description="What starts a round. Default: OnPublish.")
     before_first_version: Literal["ServeLoadedWeights", "Closed"] | None = Field(
         default=None,
-        description="Whether inference pods serve what they loaded at start until the first version is committed. "
+        description="Whether inference pods serve what they loaded at start until the first version is "
+        "committed. "
         "Default: ServeLoadedWeights.",
     )
     transport: Literal["Auto", "Gloo", "NcclM2n", "NcclP2p"] | None = Field(
@@ -208,7 +210,7 @@ class WeightSyncSpec(ApiModel):
                 return "auto"
 
 
-# ---- status: durable facts -----------------------------------------------------------------------------------
+# ---- status: durable facts ---------------------------------------------------------------------------------
 
 
 class MemberIdentity(ApiModel):
@@ -251,7 +253,7 @@ class Facts(ApiModel):
     decision: DecisionFact | None = None
 
 
-# ---- status: report ------------------------------------------------------------------------------------------
+# ---- status: report ----------------------------------------------------------------------------------------
 
 
 class ConditionStatus(StrEnum):

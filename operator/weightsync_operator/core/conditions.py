@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from weightsync_engine.protocol.messages import Published
+
 from ..api.types import Condition
 from . import names
 from .members import Roster
@@ -151,7 +153,12 @@ def _wanted(view: View) -> str:
     have = published(view.roster)
     if have is not None and have.version == wanted:
         return ""
-    return f"; spec.trigger.version {wanted} is not what the trainer holds ({have.version if have else 'nothing'})"
+    return f"; {_not_held(wanted, have)}"
+
+
+def _not_held(wanted: str, have: Published | None) -> str:
+    held = have.version if have else "nothing"
+    return f"spec.trigger.version {wanted} is not what the trainer holds ({held})"
 
 
 def _spec_version_not_published(view: View) -> Verdict | None:
@@ -161,11 +168,7 @@ def _spec_version_not_published(view: View) -> Verdict | None:
     have = published(view.roster)
     if have is not None and have.version == wanted:
         return None
-    return Verdict(
-        "False",
-        names.VERSION_NOT_PUBLISHED,
-        f"spec.trigger.version {wanted} is not what the trainer holds ({have.version if have else 'nothing'})",
-    )
+    return Verdict("False", names.VERSION_NOT_PUBLISHED, _not_held(wanted, have))
 
 
 def _behind(view: View) -> list[str]:
@@ -201,7 +204,8 @@ def _pods_behind(view: View) -> Verdict | None:
             "False",
             names.VERSION_UNAVAILABLE,
             f"{told}: needs {version}, which the trainer no longer holds "
-            f"({have.version if have else 'it has published nothing'}); kept from serving until the next publish",
+            f"({have.version if have else 'it has published nothing'}); kept from serving "
+            "until the next publish",
         )
     return Verdict("False", names.OUT_OF_SYNC, f"not serving {version}: {told}")
 
@@ -254,7 +258,8 @@ def _before_first_version(view: View) -> Verdict | None:
     """Ready may not wait for the first publish: what installs the trainer may wait for Ready."""
     if committed_version(view.observed.facts) is not None or view.observed.spec.closed_before_first_version:
         return None
-    # Once a version is committed, the next epoch is no matter of readiness; before, it shows what will not work.
+    # Once a version is committed, the next epoch is no matter of readiness; before, it shows what
+    # will not work.
     for condition in (plan_resolved, rendezvous_established):
         verdict = condition(view)
         if verdict.status != "True":

@@ -45,7 +45,8 @@ class AgentView:
 
     state: AgentState | None = None
     asof: float = float("-inf")
-    """`state` is at least as new as this monotonic time: the start of the newest request that was answered."""
+    """`state` is at least as new as this monotonic time: the start of the newest request that was
+    answered."""
     error: AgentError | None = None
     refusal: str = ""
     """What the agent answered to the newest request when it refused it."""
@@ -152,7 +153,8 @@ class Roster:
 
 
 def remark_of(pod: Pod, now: float) -> Remark | None:
-    """Why this pod is no candidate; None when it is one. Kubernetes' Ready plays no part: it depends on us."""
+    """Why this pod is no candidate; None when it is one. Kubernetes' Ready plays no part: it depends on
+    us."""
 
     def because(reason: str, message: str, *, expected: bool = False) -> Remark:
         return Remark(pod.name, pod.role, reason, message, expected=expected)
@@ -160,7 +162,8 @@ def remark_of(pod: Pod, now: float) -> Remark | None:
     if pod.role not in (ROLE_TRAINER, ROLE_INFERENCE):
         return because(
             names.ROLE_UNKNOWN,
-            f"pod {pod.name}: label {LABEL_ROLE} is {pod.role!r}; set it to {ROLE_TRAINER} or {ROLE_INFERENCE}",
+            f"pod {pod.name}: label {LABEL_ROLE} is {pod.role!r}; set it to {ROLE_TRAINER} or "
+            f"{ROLE_INFERENCE}",
         )
     if pod.terminating:
         return because(names.TERMINATING, f"pod {pod.name} is being deleted", expected=True)
@@ -195,7 +198,8 @@ def _agent_remark(pod: Pod, now: float) -> Remark | None:
             case "unauthorized":
                 return because(
                     names.AGENT_REFUSES_TOKEN,
-                    f"{where} refuses the operator's token ({error.message}); set {ENV_OPERATOR} in the pod to "
+                    f"{where} refuses the operator's token ({error.message}); set {ENV_OPERATOR} in the "
+                    "pod to "
                     "the operator's <namespace>:<service account>",
                 )
             case "protocol":
@@ -206,7 +210,8 @@ def _agent_remark(pod: Pod, now: float) -> Remark | None:
                 )
                 return because(
                     names.PROTOCOL_MISMATCH,
-                    f"{where} speaks protocol {error.protocol}, the operator {PROTOCOL_VERSION}; upgrade {side}",
+                    f"{where} speaks protocol {error.protocol}, the operator {PROTOCOL_VERSION}; "
+                    f"upgrade {side}",
                 )
             case "malformed":
                 return because(names.AGENT_MALFORMED, f"{where} gave an answer that is none: {error.message}")
@@ -227,7 +232,8 @@ def _agent_remark(pod: Pod, now: float) -> Remark | None:
     if state.role != pod.role:
         return because(
             names.ROLE_MISMATCH,
-            f"pod {pod.name} is labelled {LABEL_ROLE}={pod.role} but runs a {state.role} agent; mend the label",
+            f"pod {pod.name} is labelled {LABEL_ROLE}={pod.role} but runs a {state.role} agent; mend "
+            "the label",
         )
     if state.problem is not None:
         return because(state.problem.reason, f"pod {pod.name}: {state.problem.message}")
@@ -240,7 +246,8 @@ def _agent_remark(pod: Pod, now: float) -> Remark | None:
 
 
 def resolve(pods: Sequence[Pod], now: float, min_inference: int = 1) -> Roster:
-    """Ranks the candidates: trainers at their own global ranks [0, T), inference pods by name at [T, T + N)."""
+    """Ranks the candidates: trainers at their own global ranks [0, T), inference pods by name at [T, T +
+    N)."""
     remarks: list[Remark] = []
     candidates: list[Pod] = []
     for pod in sorted(pods, key=lambda pod: (pod.name, pod.uid)):
@@ -255,8 +262,10 @@ def resolve(pods: Sequence[Pod], now: float, min_inference: int = 1) -> Roster:
                     pod.name,
                     pod.role,
                     names.GATE_MISSING,
-                    f"pod {pod.name} takes part but has no readiness gate, so a Service sends it traffic while it "
-                    f"is out of sync; add readinessGates: [{{conditionType: {GATE_IN_SYNC}}}] to its template",
+                    f"pod {pod.name} takes part but has no readiness gate, so a Service sends it "
+                    "traffic while it "
+                    f"is out of sync; add readinessGates: [{{conditionType: {GATE_IN_SYNC}}}] to its "
+                    "template",
                     takes_part=True,
                 )
             )
@@ -275,7 +284,8 @@ def resolve(pods: Sequence[Pod], now: float, min_inference: int = 1) -> Roster:
     if violation is None and len(trainers) + len(inference) > MAX_MEMBERS:
         violation = Violation(
             names.TOO_FEW_INFERENCE_PODS,
-            f"{len(trainers) + len(inference)} pods carry the labels of this object; at most {MAX_MEMBERS} can",
+            f"{len(trainers) + len(inference)} pods carry the labels of this object; at most "
+            f"{MAX_MEMBERS} can",
             True,
         )
     labelled = [pod for pod in pods if not (pod.terminating or pod.phase in ("Succeeded", "Failed"))]
@@ -329,7 +339,8 @@ def _trainers(pods: Sequence[Pod], remarks: Sequence[Remark]) -> tuple[Violation
         return (
             Violation(
                 names.TWO_LEADS,
-                f"pods {' and '.join(leads)} both say that they run the trainer's rank 0; remove the label from "
+                f"pods {' and '.join(leads)} both say that they run the trainer's rank 0; remove the "
+                "label from "
                 "the pods of one of the two training runs",
                 True,
             ),
@@ -362,7 +373,8 @@ def _trainers(pods: Sequence[Pod], remarks: Sequence[Remark]) -> tuple[Violation
             return (
                 Violation(
                     names.TRAINER_INCONSISTENT,
-                    f"pod {pod.name} holds trainer ranks {list(trainer.ranks)[:8]}, which have gaps; give each pod "
+                    f"pod {pod.name} holds trainer ranks {list(trainer.ranks)[:8]}, which have gaps; "
+                    "give each pod "
                     "neighbouring ranks",
                     True,
                 ),

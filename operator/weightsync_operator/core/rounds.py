@@ -1,13 +1,16 @@
 """The planner: what is durable, remembered and seen now -> what to record, send and show next.
 
-`plan` is called again and again with whatever is true at that moment (level-triggered): it repeats a request until
-the agent's own state shows its effect, so lost answers, duplicate events and restarts change nothing but latency.
+`plan` is called again and again with whatever is true at that moment (level-triggered): it repeats a
+request until the agent's own state shows its effect, so lost answers, duplicate events and restarts change
+nothing but latency.
 
 Order of things that must never break:
 
-* Nothing is sent for an epoch before `Facts.epoch` holds it, no commit before `Facts.decision` holds the round. When
-  a plan asks for facts, its caller records them (with a precondition) before it calls `plan` again.
-* A decision needs every member's VERIFIED in an answer to a request that was sent after all were seen verified.
+* Nothing is sent for an epoch before `Facts.epoch` holds it, no commit before `Facts.decision` holds the
+  round. When a plan asks for facts, its caller records them (with a precondition) before it calls `plan`
+  again.
+* A decision needs every member's VERIFIED in an answer to a request that was sent after all were seen
+verified.
 * An unfinished decision is rolled forward by every operator; any other unfinished round is aborted.
 """
 
@@ -52,6 +55,9 @@ from ..api.types import (
 )
 from . import names
 from .members import SILENT_AFTER, Gate, Member, Pod, Remark, Roster, resolve
+
+MAX_SECONDS = 86400.0
+"""The longest time that a message can carry."""
 
 _ENDED = (RoundPhase.COMMITTED, RoundPhase.ABORTED, RoundPhase.FAILED)
 
@@ -243,7 +249,8 @@ def committing(memory: Memory, observed: Observed, member: Member, settings: Set
 
 
 def serves(memory: Memory, observed: Observed, member: Member, settings: Settings) -> bool:
-    """Whether this inference pod counts as in sync: it serves what the fleet serves, or is just flipping to it."""
+    """Whether this inference pod counts as in sync: it serves what the fleet serves, or is just flipping to
+    it."""
     facts = member.state.inference
     if facts is None or not facts.serving:
         return False
@@ -315,7 +322,9 @@ class _Planner:
 
     def __init__(self, memory: Memory, observed: Observed, settings: Settings) -> None:
         self.memory = memory
-        self.seen = observed
+        self.seen = observed = replace(
+            observed, pods=tuple(_without_others(pod, observed.uid) for pod in observed.pods)
+        )
         self.settings = settings
         self.now = observed.now
         self.facts = observed.facts
@@ -661,9 +670,8 @@ class _Planner:
         lead = [m for m in undone if m.first_rank == 0]
         lead_first = lead and self.now < run.phase_since + self.settings.lead_wait
         for member in lead if lead_first else undone:
-            state = self._state(member)
-            in_round = round_state(state, member, run.epoch, run.number)
-            if in_round is not None and in_round.phase in (RoundPhase.COMMITTING, RoundPhase.FAILED):
+            in_round = round_state(self._state(member), member, run.epoch, run.number)
+            if in_round is not None and _flipping(in_round):
                 continue
             if overdue and member.role == ROLE_INFERENCE:
                 continue  # _admit_or_fence closes it
@@ -755,6 +763,11 @@ class _Planner:
             for m in members
             if (state := states[m.uid]) is not None and state.phase is EpochPhase.FAILED
         ]
+        aborted = self.memory.aborted
+        if failed and aborted is not None and aborted[0] == epoch.fact.number:
+            # It went down with the round, whose failure is told and counted already.
+            self.memory = replace(self.memory, epoch=None)
+            return
         if failed and not lost:
             member, problem = min(failed, key=lambda item: item[1].rank is None)
             self._fail_epoch(epoch, problem, self._pod_of_rank(members, problem.rank) or member.pod)
@@ -822,7 +835,8 @@ class _Planner:
                 epoch,
                 Problem(
                     reason=names.BAD_RENDEZVOUS,
-                    message=f"published {rendezvous.host!r} as the address of the store, which other pods cannot "
+                    message=f"published {rendezvous.host!r} as the address of the store, which other "
+                    "pods cannot "
                     "reach; set WEIGHTSYNC_POD_IP in it by the downward API",
                 ),
                 lead.pod,
@@ -846,7 +860,8 @@ class _Planner:
         if summary is None or summary.parameters == 0:
             problem = Problem(
                 reason=names.ZERO_PARAMETERS,
-                message="the trainer has no parameters to send; give Publisher the model whose weights are served",
+                message="the trainer has no parameters to send; give Publisher the model whose weights "
+                "are served",
             )
             self._fail_epoch(epoch, problem, lead.pod)
             return
@@ -878,11 +893,16 @@ class _Planner:
         if epoch is not None and not epoch.joined:
             return
         wanted = target(self.seen, roster)
+        # A flip that failed for good holds its pod in the old round, and only another epoch gets it out.
+        stuck = any(m.state.round is not None and _stuck(m.state.round) for m in roster.inference)
         stale = (
-            epoch is None or epoch.keys != roster.fingerprint or epoch.transport != self.spec.wire_transport
+            epoch is None
+            or stuck
+            or epoch.keys != roster.fingerprint
+            or epoch.transport != self.spec.wire_transport
         )
         if stale:
-            joiner = epoch is None or bool(roster.fingerprint - epoch.keys)
+            joiner = epoch is None or stuck or bool(roster.fingerprint - epoch.keys)
             if wanted is not None or joiner:
                 self._begin_epoch()
         elif wanted is not None and epoch is not None:
@@ -918,6 +938,7 @@ class _Planner:
         limits = self.spec.limits
         number = self.memory.next_round
         span = limits.prepare + limits.transfer + limits.commit / 2 + 2 * self.settings.grace
+        span = min(span, MAX_SECONDS - limits.commit / 2 - 1)
         run = RoundRun(
             epoch=epoch.fact.number,
             number=number,
@@ -936,7 +957,8 @@ class _Planner:
     # ---- what every look puts right ------------------------------------------------------------------------
 
     def _end_strays(self) -> None:
-        """Ends rounds that agents hold and nobody runs: an unrecorded one is aborted, a decided one committed."""
+        """Ends rounds that agents hold and nobody runs: an unrecorded one is aborted, a decided one
+        committed."""
         running, decision = self.memory.round, self.facts.decision
         for pod in self.seen.pods:
             state = pod.agent.state
@@ -949,7 +971,7 @@ class _Planner:
                 pod=pod.name, uid=pod.uid, boot_id=state.boot_id, role=state.role, first_rank=0, ranks=1
             )
             if decision is not None and held == (decision.epoch, decision.round):
-                if state.round.phase is RoundPhase.VERIFIED:
+                if not _flipping(state.round):
                     self._send(
                         identity,
                         "commit",
@@ -1016,8 +1038,9 @@ class _Planner:
                 elif not committing(self.memory, self.seen, member, self.settings):
                     self._gate(pod, False, *self._why_out(facts))
             elif state is not None and state.inference is not None and state.role == ROLE_INFERENCE:
-                # Silent or out of order. A pod that the operator merely cannot reach goes on as it was, unless it
-                # is known to be behind: a partition must not take a fleet that is in sync out of service.
+                # Silent or out of order. A pod that the operator merely cannot reach goes on as it was,
+                # unless it is known to be behind: a partition must not take a fleet that is in sync out of
+                # service.
                 remark = remarks.get(pod.name)
                 silent = remark is not None and remark.reason == names.AGENT_SILENT
                 if remark is not None and (not silent or not holds(state.inference, self.facts, self.spec)):
@@ -1039,6 +1062,27 @@ class _Planner:
                 left = error.since + SILENT_AFTER - self.now
                 if left > 0:
                     self._wake(left + 0.01)
+
+
+def _flipping(state: RoundState) -> bool:
+    """Told to commit and at it: nothing to repeat. With a problem the flip has ended, and may be tried
+    again."""
+    return state.phase is RoundPhase.COMMITTING and state.problem is None
+
+
+def _without_others(pod: Pod, uid: str) -> Pod:
+    """Without an epoch and a round that another object, of the same name, once made: their numbers mean
+    nothing."""
+    state = pod.agent.state
+    if state is None or state.object_uid == uid or (state.epoch is None and state.round is None):
+        return pod
+    return replace(
+        pod, agent=replace(pod.agent, state=state.model_copy(update={"epoch": None, "round": None}))
+    )
+
+
+def _stuck(state: RoundState) -> bool:
+    return state.phase is RoundPhase.COMMITTING and state.problem is not None
 
 
 def _unexplained() -> Problem:

@@ -28,7 +28,8 @@ def report(
     before: tuple[Condition, ...] = (),
     settings: Settings = Settings(),  # noqa: B008 (frozen)
 ) -> Report:
-    """The report on what is true now; equal facts give an equal report, so that an idle object needs no write."""
+    """The report on what is true now; equal facts give an equal report, so that an idle object needs no
+    write."""
     rows = [_row(member, memory, observed) for member in roster.members]
     rows += [_left_out(remark) for remark in roster.remarks if not remark.takes_part]
     in_sync = sum(serves(memory, observed, member, settings) for member in roster.inference)

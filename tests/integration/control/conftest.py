@@ -13,41 +13,40 @@ from typing import Any
 import pytest
 import yaml
 from tests.cluster import ApiServer
+from tests.cluster.binaries import binaries
 from tests.integration.control.fake_agents import FakeAgent, Fleet, eventually
 
 ROOT = Path(__file__).resolve().parents[3]
+CHART = ROOT / "charts" / "weightsync"
 SYSTEM = "weightsync-system"
 ACCOUNT = "weightsync-operator"
 
 
 @pytest.fixture(scope="session")
 def api() -> Iterator[ApiServer]:
+    """With the chart installed as helm renders it: a right that is missing there fails the tests here."""
     with ApiServer() as server:
-        server.apply(yaml.safe_load((ROOT / "crds/weightsync.dev_weightsyncs.yaml").read_text()))
-        server.namespace(SYSTEM)
-        server.service_account(SYSTEM, ACCOUNT)
-        _rights(server)
+        for crd in sorted((CHART / "crds").iterdir()):
+            server.apply(yaml.safe_load(crd.read_text()))
         server.kubectl("wait", "--for=condition=Established", "crd/weightsyncs.weightsync.dev")
+        server.namespace(SYSTEM)
+        server.apply(*render(SYSTEM))
         yield server
 
 
-def _rights(server: ApiServer) -> None:
-    """Exactly the chart's rules: what is missing there fails here."""
-    subject = [{"kind": "ServiceAccount", "name": ACCOUNT, "namespace": SYSTEM}]
-    rbac = "rbac.authorization.k8s.io"
-    for kind, file in (("ClusterRole", "cluster-rules"), ("Role", "own-rules")):
-        rules = yaml.safe_load((ROOT / f"charts/weightsync/files/{file}.yaml").read_text())
-        place: dict[str, Any] = {"name": ACCOUNT} | ({"namespace": SYSTEM} if kind == "Role" else {})
-        server.apply(
-            {"apiVersion": f"{rbac}/v1", "kind": kind, "metadata": place, "rules": rules},
-            {
-                "apiVersion": f"{rbac}/v1",
-                "kind": f"{kind}Binding",
-                "metadata": place,
-                "roleRef": {"apiGroup": rbac, "kind": kind, "name": ACCOUNT},
-                "subjects": subject,
-            },
-        )
+def render(namespace: str, *sets: str) -> list[dict[str, Any]]:
+    """The chart's objects, as `helm install --namespace` would create them."""
+    flags = [flag for value in sets for flag in ("--set", value)]
+    helm = str(binaries("helm")["helm"])
+    done = subprocess.run(
+        [helm, "template", "wsync", str(CHART), "--namespace", namespace, *flags],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [item for item in yaml.safe_load_all(done.stdout) if item]
 
 
 class Operator:
@@ -60,18 +59,28 @@ class Operator:
         self.log = folder / "operator.log"
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self, *flags: str, env: dict[str, str] | None = None) -> None:
+    def ensure(self) -> None:
+        if self._process is None:
+            self.start()
+        assert self._process is not None
+        assert self._process.poll() is None, f"the operator ended by itself:\n{self.logged()[-2000:]}"
+
+    def start(self, *flags: str) -> None:
         assert self._process is None
         command = [sys.executable, "-m", "weightsync_operator.main", "--all-namespaces", "--health-port=0"]
         path = os.pathsep.join([str(ROOT / "operator"), str(ROOT / "engine")])
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [*command, "--lease-seconds=3", "--identity=test", *flags],
+                # A Lease long enough for an API server that restarts.
+                [*command, "--lease-seconds=60", "--identity=test", *flags],
                 env={
                     **os.environ,
                     "KUBECONFIG": str(self._config),
                     "PYTHONPATH": path,
-                    **(env or {}),
+                    # A proxy of the environment has no business between operator and pods.
+                    "HTTP_PROXY": "http://127.0.0.1:1",
+                    "http_proxy": "http://127.0.0.1:1",
+                    "NO_PROXY": "",
                 },
                 stdout=log,
                 stderr=log,
@@ -102,15 +111,22 @@ class Operator:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
 
-@pytest.fixture
-def operator(api: ApiServer, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Operator]:
-    """Not started: a test does that when its pods are there. Its log is shown when the test fails."""
-    process = Operator(api, tmp_path)
+@pytest.fixture(scope="session")
+def _process(api: ApiServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operator]:
+    process = Operator(api, tmp_path_factory.mktemp("operator"))
     yield process
-    status = process.stop()
-    print(process.logged()[-8000:])
-    assert status == 0, "the operator did not end cleanly on SIGTERM"
-    assert "Traceback" not in process.logged()
+    assert process.stop() == 0, "the operator did not end cleanly on SIGTERM"
+
+
+@pytest.fixture
+def operator(_process: Operator) -> Iterator[Operator]:
+    """Running; its log is shown when the test fails. A test that kills it may start it again."""
+    already = len(_process.logged())
+    _process.ensure()
+    yield _process
+    log = _process.logged()[already:]
+    print(log[-8000:])
+    assert "Traceback" not in log
 
 
 class World:
@@ -198,14 +214,21 @@ class World:
         return list(answer.json()["items"])
 
     def close(self) -> None:
-        """The object goes first, so that the operator of the next test finds nothing of this one."""
-        self.fleet.close()
+        """The object goes first, so that nothing of it disturbs the next test."""
+        try:
+            self.api.http.delete(self.path)
+            eventually(lambda: not self.get(), within=10)
+        finally:
+            self.strip()
+            self.fleet.close()
+
+    def strip(self) -> None:
+        """Removes the finalizer by hand."""
         self.api.http.patch(
             self.path,
             json={"metadata": {"finalizers": None}},
             headers={"Content-Type": "application/merge-patch+json"},
         )
-        self.api.http.delete(self.path)
 
 
 @pytest.fixture

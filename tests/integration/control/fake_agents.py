@@ -153,6 +153,7 @@ class FakeAgent:
             if message.object_uid == self.object_uid and message.term < self.term:
                 raise Refused("OldTerm", f"term {self.term} is known")
             self.object_uid, self.term = message.object_uid, message.term
+            self.state = self.state.model_copy(update={"object_uid": message.object_uid})
             self._do(message)
         except Refused as error:
             return self._refusal(error)

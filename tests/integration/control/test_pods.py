@@ -18,18 +18,19 @@ def test_each_pod_that_is_not_right_is_named_with_the_remedy(world: World, opera
     world.pod("vllm-nogate", bare, gate=False)
     world.pod("vllm-stranger", stranger)
     stranger.name = "another-object"  # so it refuses a token for this one
-    # A server without our routes: the JWKS of the API server's own port is TLS, so this is a plain port of nothing.
+    # Nothing listens there.
     world.pod("vllm-silent", None, "inference", port=1)
     world.object()
-    operator.start()
     world.fleet.publish("step-1", 1, trainer)
     world.wait_version("step-1")
-    status = world.status()
-    left_out = {row["pod"]: row for row in status["members"]}
-    assert left_out["vllm-silent"]["state"] == "AgentSilent"
-    assert "--weight-transfer-config" in left_out["vllm-silent"]["message"]
-    assert left_out["vllm-stranger"]["state"] == "AgentRefusesToken"
-    assert left_out["vllm-nogate"]["state"] == "InSync"
+
+    def row(pod: str) -> dict[str, str]:
+        return next(row for row in world.status()["members"] if row["pod"] == pod)
+
+    eventually(lambda: row("vllm-nogate")["state"] == "InSync")
+    assert row("vllm-silent")["state"] == "AgentSilent"
+    assert "--weight-transfer-config" in row("vllm-silent")["message"]
+    assert row("vllm-stranger")["state"] == "AgentRefusesToken"
     condition = world.wait_condition("MembersResolved", "False")
     assert any(pod in condition["message"] for pod in ("vllm-stranger", "vllm-nogate"))
     world.wait_condition("Ready", "False")
@@ -49,7 +50,6 @@ def test_two_training_runs_are_named_until_one_is_gone(world: World, operator: O
     world.pod("trainer-new", world.fleet.trainer(run_id="run-2"))
     world.pod("vllm-a", world.fleet.inference())
     world.object()
-    operator.start()
     condition = world.wait_condition("MembersResolved", "False", "TwoLeads")
     assert "trainer-new and trainer-old" in condition["message"]
     world.wait_condition("Stalled", "True", "TwoLeads")
@@ -63,7 +63,6 @@ def test_zero_parameters_and_differing_plans_are_stated(world: World, operator: 
     world.pod("trainer-0", trainer)
     world.pod("vllm-a", one)
     world.object()
-    operator.start()
     condition = world.wait_condition("PlanResolved", "False", "ZeroParameters")
     assert "trainer-0" in condition["message"]
     trainer.script.parameters = one.script.parameters = 3

@@ -31,7 +31,6 @@ def serving(agent: FakeAgent) -> bool:
 
 def test_the_first_visit_writes_all_conditions(world: World, operator: Operator) -> None:
     world.object()
-    operator.start()
     world.wait_condition("Ready", "False", "NoTrainer")
     conditions = world.status()["conditions"]
     assert [item["type"] for item in conditions] == list(CONDITIONS)
@@ -44,8 +43,6 @@ def test_the_first_visit_writes_all_conditions(world: World, operator: Operator)
 
 def test_every_published_version_reaches_all_pods(world: World, operator: Operator) -> None:
     trainer, one, two = small_world(world)
-    # A proxy of the environment has no business between operator and pods.
-    operator.start(env={"HTTP_PROXY": "http://127.0.0.1:1", "http_proxy": "http://127.0.0.1:1"})
     world.wait_condition("Ready", "True", "WaitingForFirstVersion")
     eventually(lambda: world.gate("vllm-a").get("status") == "True")
     for number, version in enumerate(("step-1", "step-2"), start=1):
@@ -70,7 +67,6 @@ def test_every_published_version_reaches_all_pods(world: World, operator: Operat
 
 def test_a_version_is_brought_when_the_spec_asks_for_it(world: World, operator: Operator) -> None:
     trainer, one, _ = small_world(world, trigger={"type": "OnSpecVersion", "version": "step-2"})
-    operator.start()
     world.fleet.publish("step-1", 1, trainer)
     world.wait_condition("RendezvousEstablished", "True")
     world.wait_condition("InSync", "False", "NoVersionYet")
@@ -85,7 +81,6 @@ def test_a_version_is_brought_when_the_spec_asks_for_it(world: World, operator: 
 
 def test_a_failed_transfer_names_the_pod_and_the_old_version_stays(world: World, operator: Operator) -> None:
     trainer, one, two = small_world(world)
-    operator.start()
     world.fleet.publish("step-1", 1, trainer)
     world.wait_version("step-1")
     problem = Problem(reason="PeerSilent", message="rank 3 made no progress for 10 s", rank=3)
@@ -116,7 +111,6 @@ def test_a_failed_transfer_names_the_pod_and_the_old_version_stays(world: World,
 
 def test_a_recorded_decision_is_rolled_forward_by_the_next_operator(world: World, operator: Operator) -> None:
     trainer, one, two = small_world(world)
-    operator.start()
     world.fleet.publish("step-1", 1, trainer)
     world.wait_version("step-1")
     one.script.hold_commit = two.script.hold_commit = True
@@ -142,7 +136,6 @@ def test_a_round_without_a_decision_is_aborted_and_repeated_by_the_next_operator
 ) -> None:
     trainer, one, two = small_world(world)
     two.script.hold_transfer = True
-    operator.start()
     world.fleet.publish("step-1", 1, trainer)
     eventually(lambda: two.state.round is not None and two.state.round.phase is RoundPhase.TRANSFERRING)
     operator.kill()
@@ -163,7 +156,6 @@ def test_a_new_or_restarted_pod_is_kept_closed_until_it_has_the_version(
     world: World, operator: Operator
 ) -> None:
     trainer, one, two = small_world(world)
-    operator.start()
     world.fleet.publish("step-1", 1, trainer)
     world.wait_version("step-1")
     world.wait_condition("Ready", "True", "InSync")
@@ -199,7 +191,6 @@ def test_a_new_or_restarted_pod_is_kept_closed_until_it_has_the_version(
 
 def test_an_idle_object_causes_no_writes(world: World, operator: Operator) -> None:
     trainer, one, _ = small_world(world)
-    operator.start()
     world.fleet.publish("step-1", 1, trainer)
     world.wait_version("step-1")
     world.wait_condition("Ready", "True", "InSync")
@@ -224,7 +215,6 @@ def test_an_idle_object_causes_no_writes(world: World, operator: Operator) -> No
 
 def test_deletion_ends_also_when_all_pods_are_dead(world: World, operator: Operator) -> None:
     trainer, one, two = small_world(world)
-    operator.start()
     world.fleet.publish("step-1", 1, trainer)
     world.wait_version("step-1")
     for agent in (trainer, one):
@@ -237,9 +227,19 @@ def test_deletion_ends_also_when_all_pods_are_dead(world: World, operator: Opera
     assert world.gate("vllm-b")["status"] == "True"
 
 
+def test_an_object_without_its_finalizer_is_forgotten_as_well(world: World, operator: Operator) -> None:
+    trainer, one, _ = small_world(world)
+    world.fleet.publish("step-1", 1, trainer)
+    world.wait_version("step-1")
+    world.wait_condition("Reconciling", "False", "Idle")
+    world.api.kubectl("delete", "wsync", "w", "-n", world.namespace, "--wait=false")
+    world.strip()
+    eventually(lambda: not world.get())
+    eventually(lambda: one.verbs()[-1] == "leave")
+
+
 def test_a_restart_of_the_api_server_costs_only_time(world: World, operator: Operator) -> None:
     trainer, one, two = small_world(world)
-    operator.start("--lease-seconds=60")
     world.fleet.publish("step-1", 1, trainer)
     world.wait_version("step-1")
     world.wait_condition("Ready", "True", "InSync")

@@ -1,7 +1,8 @@
-"""A small fleet of real movers on this machine: two trainers, two servers at tp 2, a store, and drivers for all.
+"""A small fleet of real movers on this machine: two trainers, two servers at tp 2, a store, and drivers for
+all.
 
-The model is what the planner must cope with: rows that FSDP cuts unevenly, q/k/v in one live tensor with fewer KV
-heads than tp, a row-parallel projection, a tied head, a vocabulary that is padded, norms.
+The model is what the planner must cope with: rows that FSDP cuts unevenly, q/k/v in one live tensor with
+fewer KV heads than tp, a row-parallel projection, a tied head, a vocabulary that is padded, norms.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+
 from weightsync_engine.layout.boxes import Box
 from weightsync_engine.layout.shards import shard_boxes
 from weightsync_engine.layout.tensors import (
@@ -30,7 +33,7 @@ from weightsync_engine.mover.client import MoverClient
 from weightsync_engine.mover.slab import Slab, plan_slab
 from weightsync_engine.mover.supervisor import MoverSupervisor
 from weightsync_engine.protocol.messages import EpochPhase, RoundPhase
-from weightsync_engine.protocol.mover import MoverJoin, MoverLeave, MoverState, MoverTransfer
+from weightsync_engine.protocol.mover import MoverJoin, MoverState, MoverTransfer
 from weightsync_engine.transport.store import open_store
 
 HOST = "127.0.0.1"
@@ -108,13 +111,15 @@ class Fleet:
     store: object = None
 
     @classmethod
-    async def start(cls, folder: Path, layers: int = 2, changed: dict[int, dict] | None = None) -> Fleet:
-        """`changed` gives, per rank, arguments that make it differ from the others (see `make`)."""
+    async def start(
+        cls, folder: Path, layers: int = 2, spare: Collection[int] = (), on_outcome=None
+    ) -> Fleet:
+        """All movers up; the ranks in `spare` have a spare mover."""
         members = []
         for rank in range(TRAINERS + SERVERS * TP):
-            slab, manifest = make(rank, layers, **(changed or {}).get(rank, {}))
+            slab, manifest = make(rank, layers)
             role = "trainer" if rank < TRAINERS else "inference"
-            supervisor = MoverSupervisor(role, rank, slab, manifest, folder, spare=False)
+            supervisor = MoverSupervisor(role, rank, slab, manifest, folder, on_outcome, spare=rank in spare)
             server = "trainer" if rank < TRAINERS else f"server-{(rank - TRAINERS) // TP}"
             members.append(
                 Member(rank, server, slab, manifest, supervisor, MoverClient(supervisor.socket_path).start())
@@ -162,7 +167,7 @@ class Fleet:
             assert good(state), found
         return list(found)
 
-    def publish(self, version: str, ranks=range(TRAINERS), sequence: int | None = None) -> None:
+    def publish(self, version: str, sequence: int | None = None) -> None:
         """New random bits in every snapshot, stamped, and told to the movers."""
         self.sequence = sequence or self.sequence + 1
         generator = torch.Generator().manual_seed(self.sequence)
@@ -172,7 +177,7 @@ class Fleet:
             )
             for n, s in shapes(self.layers).items()
         }
-        for m in (self.members[r] for r in ranks):
+        for m in self.members[:TRAINERS]:
             m.slab.begin_write()
             for source in m.manifest.sources:
                 box = shard_boxes(source)[m.rank]
@@ -237,10 +242,6 @@ def make(
         pieces.append(Piece(name, Box((0,), (HIDDEN + rows,)), "norm", (0,)))
     tensors, size = plan_slab((n, s, dtype if n == "norm" else DTYPE) for n, s in live.items())
     return Slab.create(size), WorkerManifest(expected, tuple(pieces), tensors, {}, {"head": "embed"})
-
-
-def stop(pid: int) -> None:
-    os.kill(pid, signal.SIGSTOP)
 
 
 @contextlib.contextmanager

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import uvicorn
 from starlette.applications import Starlette
-
 from tests.integration.vllm import tiny
 from tests.integration.vllm.serving import Operator, VllmProcess, free_port
+
 from weightsync_engine.agent.core import AgentCore
 from weightsync_engine.agent.credentials import KeySource, TokenVerifier
 from weightsync_engine.agent.routes import routes
@@ -44,7 +44,8 @@ class _Store:
 
 
 class Trainer:
-    """Two trainer ranks of one pod: slabs sharded along dimension 0, movers, and the pod's agent on a thread."""
+    """Two trainer ranks of one pod: slabs sharded along dimension 0, movers, and the pod's agent on a
+    thread."""
 
     def __init__(self, folder: Path, operator: Operator, like: Path) -> None:
         shapes = {name: tuple(t.shape) for name, t in tiny.load(like).items()}
@@ -106,7 +107,7 @@ class Trainer:
         )
         await core.start()
         serving = asyncio.create_task(server.serve())
-        while not server.started:
+        while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
             await asyncio.sleep(0.01)
         self._up.set()
         await self._stop.wait()
@@ -233,8 +234,9 @@ class Fleet:
 
 
 def switch(tokens: list[int], prompt: list[int], old: tiny.Reference, new: tiny.Reference) -> int:
-    """Where a stream went over from the old weights to the new ones: all before is greedy of the old, all after it
-    greedy of the new on the very same prefix. Fails if there is no such place: tokens lost, mixed or made of both."""
+    """Where a stream went over from the old weights to the new ones: all before is greedy of the old, all
+    after it greedy of the new on the very same prefix. Fails if there is no such place: tokens lost, mixed or
+    made of both."""
     before = old.greedy(prompt, len(tokens))
     longest = next((i for i, (a, b) in enumerate(zip(tokens, before, strict=True)) if a != b), len(tokens))
     for k in range(longest, -1, -1):

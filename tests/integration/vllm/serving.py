@@ -31,7 +31,8 @@ from weightsync_engine.protocol.names import (
     audience,
 )
 
-START_SECONDS = 420.0
+START_SECONDS = 900.0
+"""Of a server on a busy machine; 30 s on an idle one."""
 LIVE_WEIGHTS = Path(__file__).parents[2] / "vllm_live_weights"
 OBJECT = "7d9f3a52-0000-4000-8000-000000000001"
 
@@ -120,7 +121,7 @@ class VllmProcess:
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 "VLLM_NO_USAGE_STATS": "1",
                 "VLLM_HOST_IP": "127.0.0.1",
-                "VLLM_ENGINE_READY_TIMEOUT_S": "400",
+                "VLLM_ENGINE_READY_TIMEOUT_S": "850",
                 "GLOO_SOCKET_IFNAME": "lo",
                 "OMP_NUM_THREADS": "1",
                 "HF_HUB_OFFLINE": "1",
@@ -136,9 +137,9 @@ class VllmProcess:
             "--model", str(model), "--served-model-name", "policy", "--skip-tokenizer-init",
             "--host", "127.0.0.1", "--port", str(self.port),
             "--dtype", "float32", "--enforce-eager", "--max-model-len", "512",
-            "--kv-cache-memory-bytes", "67108864", "--tensor-parallel-size", str(tp), "--disable-uvicorn-access-log",
-            *(["--weight-transfer-config", json.dumps({"backend": backend})] if backend else []),
-            *arguments,
+            "--kv-cache-memory-bytes", "67108864", "--tensor-parallel-size", str(tp),
+            "--disable-uvicorn-access-log", *(["--weight-transfer-config", json.dumps({"backend": backend})]
+            if backend else []), *arguments,
         ]  # fmt: skip
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -242,7 +243,8 @@ class Stream(threading.Thread):
             self.error = f"{type(e).__name__}: {e}"
 
     def switched_at(self, after: Callable[[list[int], int], list[int]]) -> list[int]:
-        """All positions k from which the rest is what `after` (greedy continuation) makes of the first k tokens."""
+        """All positions k from which the rest is what `after` (greedy continuation) makes of the first k
+        tokens."""
         return [
             k
             for k in range(len(self.tokens) + 1)

@@ -1,4 +1,5 @@
-"""Two real vLLM servers (tp 2 with fewer KV heads than ranks, tp 1) and two trainer ranks: whole rounds over HTTP."""
+"""Two real vLLM servers (tp 2 with fewer KV heads than ranks, tp 1) and two trainer ranks: whole rounds over
+HTTP."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ from pathlib import Path
 
 import httpx
 import pytest
-
-from tests.integration.vllm import tiny
+from tests.integration.vllm import serving, tiny
 from tests.integration.vllm.fleet import Fleet, Trainer, switch, timed
 from tests.integration.vllm.serving import Operator, Stream, VllmProcess, alive
+
 from weightsync_engine.protocol.messages import EpochPhase, RoundPhase
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +163,8 @@ def test_after_a_flip_everything_is_made_of_the_new_weights(
     fleet: Fleet, references: list[tiny.Reference]
 ) -> None:
     for server in fleet.servers:
-        # The same prompt as before the flip: a prefix cache that was kept would answer it with old keys and values.
+        # The same prompt as before the flip: a prefix cache that was kept would answer it with old keys and
+        # values.
         assert server.greedy(tiny.PROMPT, 32) == references[1].greedy(tiny.PROMPT, 32)
         long = [*tiny.PROMPT] * 8
         assert server.greedy(long, 8) == references[1].greedy(long, 8)
@@ -266,7 +268,7 @@ def test_a_container_that_restarts_in_place_never_answers_with_stale_weights(
     server.kill()
     server.start()
     seen: set[int] = set()
-    deadline = time.monotonic() + 400
+    deadline = time.monotonic() + serving.START_SECONDS
     while 503 not in seen:
         assert time.monotonic() < deadline, server.tail()
         with contextlib.suppress(httpx.TransportError):

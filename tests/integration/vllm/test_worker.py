@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.integration.vllm import serving, tiny
+from tests.integration.vllm.fleet import Trainer
 
 from weightsync_engine.layout.boxes import Box
 from weightsync_engine.resolve.checkpoint import Checkpoint, open_checkpoint
 from weightsync_engine.resolve.manifest import TRANSFORMS, Resolved, resolve
 
-from tests.integration.vllm import serving, tiny
-
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +38,9 @@ def llm(first: Path) -> Iterator[Any]:
     """vLLM in this process, built as a server builds it: plugin, engine, shadow, mover."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "VLLM_PLUGINS": "weightsync",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": "127.0.0.1",
+            "GLOO_SOCKET_IFNAME": "lo", "VLLM_PLUGINS": "weightsync",
         }.items():  # fmt: skip
             patch.setenv(name, value)
         patch.syspath_prepend(serving.LIVE_WEIGHTS)
@@ -49,8 +50,9 @@ def llm(first: Path) -> Iterator[Any]:
         from vllm import LLM
 
         llm = LLM(
-            str(first), dtype="float32", enforce_eager=True, max_model_len=256, kv_cache_memory_bytes=64 << 20,
-            skip_tokenizer_init=True, weight_transfer_config={"backend": "weightsync"}, seed=0,
+            str(first), dtype="float32", enforce_eager=True, max_model_len=256,
+            kv_cache_memory_bytes=64 << 20, skip_tokenizer_init=True, seed=0,
+            weight_transfer_config={"backend": "weightsync"},
         )  # fmt: skip
         yield llm
         worker(llm).weight_transfer_engine.shutdown()
@@ -181,7 +183,78 @@ def test_the_description_names_the_movers_socket(llm: Any) -> None:
     assert answer["not_compared"] == ""
 
 
-# ---- what is refused, on the live model with one thing changed ----------------------------------------------
+# ---- vLLM's own contract, without Kubernetes ---------------------------------------------------------------
+
+
+def test_vllms_own_contract_carries_a_version_over_the_same_movers(
+    llm: Any, folder: Path, first: Path, second: Path
+) -> None:
+    operator = serving.Operator(folder / "operator")
+    trainer = Trainer(folder / "trainer", operator, first)
+    key, where = "k" * 32, {"host": "127.0.0.1", "port": trainer.port}
+    boot = operator.state(trainer.url).boot_id
+    try:
+        trainer.publish(second, "own-1")
+        operator.tell(
+            trainer.url, "join", boot, epoch=5, first_rank=0, world_size=3, trainer_ranks=2, key=key,
+            lead_agent=where, deadline_seconds=60,
+        )  # fmt: skip
+        store = operator.until(trainer.url, lambda s: bool(s.epoch and s.epoch.rendezvous), 60).epoch
+        assert store is not None and store.rendezvous is not None
+        init = {
+            "rank_offset": 2, "world_size": 3, "trainer_ranks": 2, "master_address": store.rendezvous.host,
+            "master_port": store.rendezvous.port, "key": key, "epoch": 5, "object_uid": serving.OBJECT,
+            "deadline_seconds": 60,
+        }  # fmt: skip
+        llm.init_weight_transfer_engine({"init_info": init})
+        operator.until(trainer.url, lambda s: s.epoch is not None and s.epoch.phase == "Joined", 60)
+        operator.tell(
+            trainer.url, "prepare", boot, epoch=5, round=1, version="own-1", deadline_seconds=60,
+            decide_by_seconds=600,
+        )  # fmt: skip
+        operator.until(trainer.url, lambda s: s.round is not None and s.round.phase == "Ready", 60)
+        operator.tell(trainer.url, "transfer", boot, epoch=5, round=1, deadline_seconds=60)
+        llm.start_weight_update()
+        update = {"version": "own-1", "round": 1, "deadline_seconds": 60}
+        llm.update_weights({"update_info": update})
+        assert rpc(llm, "weightsync_live")["version"] != "own-1"
+        llm.finish_weight_update()
+        assert rpc(llm, "weightsync_live")["version"] == "own-1"
+        assert greedy(llm, tiny.PROMPT, 16) == tiny.Reference(second).greedy(tiny.PROMPT, 16)
+    finally:
+        trainer.close()
+
+
+@pytest.mark.parametrize(
+    ("init", "said"),
+    [
+        ({"rank_offset": 0, "nonsense": 1}, "nonsense"),
+        ({"rank_offset": 2, "world_size": 3, "trainer_ranks": 2, "key": "short"}, "port"),
+    ],
+)
+def test_a_wrong_init_is_said_at_once_and_changes_nothing(llm: Any, init: dict[str, Any], said: str) -> None:
+    with pytest.raises(Exception, match=said):
+        llm.init_weight_transfer_engine({"init_info": init})
+    with pytest.raises(Exception, match="has not succeeded"):
+        llm.llm_engine.collective_rpc("start_weight_update")
+        llm.llm_engine.collective_rpc("update_weights", kwargs={"update_info": {"version": "v", "round": 1}})
+
+
+def test_with_several_workers_a_failure_is_kept_and_never_raised(
+    llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = worker(llm).weight_transfer_engine
+    monkeypatch.setattr(engine.parallel_config, "world_size", 2)
+    engine.init_transfer_engine(engine.parse_init_info({"nonsense": 1}))
+    assert "nonsense" in engine.answer()["update_problem"]
+    engine.update_weights({"version": "v", "round": 1})
+    assert "has not succeeded" in engine.answer()["update_problem"]
+    engine.finish_weight_update()
+    assert "no version was received" in engine.answer()["update_problem"]
+
+
+# ---- what is refused, on the live model with one thing changed
+# ----------------------------------------------
 
 
 def reason(model: torch.nn.Module, checkpoint: Checkpoint | None, name: str) -> str:
@@ -297,7 +370,7 @@ def test_without_a_checkpoint_only_layers_that_load_plainly_are_resolved(
     norm = original.get_submodule("model.norm")
     monkeypatch.setattr(norm, "__class__", type("OwnNorm", (type(norm),), {"__module__": "a.custom.model"}))
     said = reason(original, None, "model.norm.weight")
-    assert "no checkpoint to compare it with" in said
+    assert "no checkpoint to compare with" in said
 
 
 def test_a_reason_for_the_whole_model_refuses_all_of_it(original: torch.nn.Module) -> None:
@@ -315,7 +388,9 @@ def test_a_checkpoint_of_other_shapes_is_told_with_both(
     assert "[64]" in said
 
 
-def test_set_ups_that_cannot_be_updated_are_refused_with_the_reason(llm: Any) -> None:
+def test_set_ups_that_cannot_be_updated_are_refused_with_the_reason(
+    llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from weightsync_engine.vllm.engine import refusal
 
     config = worker(llm).vllm_config
@@ -324,6 +399,7 @@ def test_set_ups_that_cannot_be_updated_are_refused_with_the_reason(llm: Any) ->
         ("parallel_config", {"enable_eplb": True}, "load balancing"),
         ("parallel_config", {"nnodes": 2}, "several pods"),
         ("parallel_config", {"data_parallel_size": 2}, "data parallelism"),
+        ("parallel_config", {"distributed_executor_backend": "ray"}, "Ray"),
         ("model_config", {"quantization": "fp8"}, "fp8"),
     ]:
         real = getattr(config, part)
@@ -333,3 +409,5 @@ def test_set_ups_that_cannot_be_updated_are_refused_with_the_reason(llm: Any) ->
         changed = type("Config", (), {"__getattr__": lambda self, name: getattr(config, name)})()
         setattr(changed, part, fake)
         assert word in refusal(changed)
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    assert "VLLM_USE_RUST_FRONTEND" in refusal(config)

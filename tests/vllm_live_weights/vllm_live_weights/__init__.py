@@ -1,8 +1,8 @@
 """For tests and the demo on CPUs only, never part of the product.
 
-vLLM's CPU build replaces linear weights by packed copies after it has loaded them, so nothing can be written into
-the live model any more. This plugin (`VLLM_PLUGINS=weightsync,vllm_live_weights`) makes it keep the weights and
-compute with plain products instead. On a GPU vLLM keeps its weights anyway.
+vLLM's CPU build replaces linear weights by packed copies after it has loaded them, so nothing can be written
+into the live model any more. This plugin (`VLLM_PLUGINS=weightsync,vllm_live_weights`) makes it keep the
+weights and compute with plain products instead. On a GPU vLLM keeps its weights anyway.
 """
 
 

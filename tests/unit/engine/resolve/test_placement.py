@@ -1,4 +1,5 @@
-"""Names by whole components, one destination for one storage, and a reason for everything that has no place."""
+"""Names by whole components, one destination for one storage, and a reason for everything that has no
+place."""
 
 import random
 from collections.abc import Mapping

@@ -137,7 +137,7 @@ async def test_whatever_hangs_the_flip_ends_at_its_deadline_and_resumes(
 async def test_a_cancelled_flip_resumes(core: FakeCore, server: VllmServer) -> None:
     core.hang.add("flip")
     task = asyncio.create_task(flip(server))
-    while "flip" not in core.calls:
+    while "flip" not in core.calls:  # noqa: ASYNC110
         await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
