@@ -202,7 +202,7 @@ def init_errors() -> None:
     said = {
         "no parameters": caught(lambda: Publisher(torch.nn.Module(), timeout=30)),
         "no tensor": caught(lambda: Publisher([("a", 3)], timeout=30)),  # type: ignore[list-item]
-        "a dict": caught(lambda: Publisher({"a": torch.ones(2)}, timeout=30)),  # type: ignore[arg-type]
+        "a dict": caught(lambda: Publisher({"a": torch.ones(2)}, timeout=30)),  # type: ignore[dict-item]
         "meta on one rank": caught(
             lambda: Publisher([("a", torch.ones(2, device="meta" if rank else "cpu"))], timeout=30)
         ),

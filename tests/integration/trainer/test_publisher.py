@@ -189,7 +189,8 @@ def test_a_rank_that_does_not_come_is_named_and_nobody_waits_for_ever(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     with Ranks(2, tmp_path, cluster.environment()) as ranks:
-        first, later = ranks.run("absent")[0]
+        ranks.say("absent")
+        first, later = ranks.ranks[0].read()
         assert "not every trainer rank came to publish('v1') within 2 s" in first["error"]
         assert "1" in first["error"].split("(", 2)[-1]  # the missing rank, in torch's own words
         assert first["seconds"] < 30

@@ -86,7 +86,7 @@ async def test_a_token_signed_with_the_public_key_as_secret_is_refused(
 
 
 async def test_an_unsigned_token_is_refused(verifier: TokenVerifier) -> None:
-    assert "algorithm" in await refused(verifier, jwt.encode({"aud": AUDIENCE}, None, algorithm="none"))
+    assert "algorithm" in await refused(verifier, jwt.encode({"aud": AUDIENCE}, "", algorithm="none"))
 
 
 @pytest.mark.parametrize("token", ["abc", "a.b.c", "x" * 20000, "\x00.\x00.\x00"])

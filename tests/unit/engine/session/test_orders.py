@@ -44,6 +44,7 @@ from weightsync_engine.protocol.session import (
     StoreOpened,
     TellOutcome,
     TimePassed,
+    Verdict,
     agent_state,
     handle,
     next_deadline,
@@ -117,18 +118,22 @@ def mover_reports(draw: st.DrawFn) -> MoverReported:
 @st.composite
 def good_movers(draw: st.DrawFn) -> str:
     """What the rest of the world may do next: obey, the operator's natural next step, or fail."""
-    return draw(
-        st.sampled_from(["obey", "next", "next", "next", "flip", "flip-fails", "flip-tears", "asked"])
+    kinds = (
+        ["obey"] * 3 + ["next"] * 6 + ["flip", "flip", "flip-fails", "flip-tears", "late", "alone", "asked"]
     )
+    return draw(st.sampled_from([*kinds, "asked in vain", "commit now", "abort now", "look", "tear"]))
 
 
 def events(trainer: bool) -> st.SearchStrategy[Any]:
+    # Mostly the natural course, so that every phase is reached; the rest is what breaks it.
+    natural: list[st.SearchStrategy[Any]] = [good_movers() for _ in range(12)]
     kinds: list[st.SearchStrategy[Any]] = [
-        requests(trainer), requests(trainer), requests(trainer), mover_reports(), good_movers(),
-        good_movers(), good_movers(),
+        *natural,
+        requests(trainer),
+        mover_reports(),
         st.builds(MoverLost, st.integers(0, 1), st.sampled_from(["m0-1", "m1-1"])),
         st.sampled_from([0.5, 3.0, 10.0]),
-    ]  # fmt: skip
+    ]
     if trainer:
         kinds.append(st.builds(StoreOpened, small, st.just(STORE)))
     return st.one_of(*kinds)
@@ -174,24 +179,39 @@ class World:
                 self.told = told
                 return
             self.take(answer.session, answer.effects)
-        elif isinstance(step, float):
-            self.now += step
+        elif isinstance(step, float) or step == "late":
+            self.now += 10.0 if step == "late" else step
             self.event(TimePassed())
             due = next_deadline(self.session)
             assert due is None or due > self.now, "a deadline that has passed and is still waited for"
+        elif step == "alone":
+            for part in ("late", "asked in vain"):
+                self.step(part)
         elif step == "obey":
             self.obey()
         elif step == "next":
             self.step(self.next_request())
         elif step in ("flip", "flip-fails", "flip-tears"):
             self.end_flip(step)
-        elif step == "asked":
+        elif step in ("asked", "asked in vain"):
             if self.ask is not None:
                 ask, self.ask = self.ask, None
-                committed = (ask.epoch + ask.round) % 2 == 0
-                if committed:
+                if step == "asked":
                     self.told |= {(ask.epoch, ask.round)}
-                self.event(DecisionLearnt(ask.epoch, ask.round, "committed" if committed else "unknown"))
+                verdict: Verdict = "committed" if step == "asked" else "unknown"
+                self.event(DecisionLearnt(ask.epoch, ask.round, verdict))
+        elif step in ("commit now", "abort now"):
+            if (round_ := self.session.round) is not None:
+                who = {"boot_id": BOOT, "object_uid": self.session.object_uid, "term": self.session.term}
+                which = {"epoch": round_.epoch, "round": round_.round}
+                if step == "commit now":
+                    self.step(Commit(**who, **which, version=round_.version, deadline_seconds=5))
+                else:
+                    self.step(Abort(**who, **which, problem=BROKEN))
+        elif step in ("look", "tear"):
+            if self.session.pod.role == "inference" and self.flip is None:
+                self.torn = self.torn or step == "tear"
+                self.event(LiveObserved(self.live, self.torn))
         else:
             self.event(step)
 
@@ -214,7 +234,7 @@ class World:
             )
         number = epoch.request.epoch
         if round_ is None or round_.phase in FINAL:
-            if not trainer and not session.guard.open and self.now == int(self.now):
+            if not trainer and not session.guard.open and not session.torn and self.session.live_known:
                 return Admit(**who, version=session.live)
             following = max(epoch.round_floor, round_.round if round_ else 0) + 1
             return Prepare(
@@ -312,29 +332,37 @@ def check(before: Session, after: Session, effects: tuple[Any, ...], world: Worl
             assert {mover for _, mover in effect.movers} <= after.condemned | frozenset()
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.lists(events(trainer=False), max_size=40))
-def test_a_server_never_goes_live_without_a_decision_nor_serves_what_it_should_not(steps: list[Any]) -> None:
+course = st.integers(0, 8).map(lambda n: ["next", "obey"] * n)
+"""A start without trouble, of any length: into an epoch, a round, its transfer, its commit."""
+
+
+@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
+@given(course, st.lists(events(trainer=False), max_size=40))
+def test_a_server_never_goes_live_without_a_decision_nor_serves_what_it_should_not(
+    start: list[str], steps: list[Any]
+) -> None:
     session, _ = observe(Session(SERVER), LiveObserved(None, False), 0.0)
     world = World(session)
-    for step in steps:
+    for step in [*start, *steps]:
         world.step(step)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.lists(events(trainer=True), max_size=40))
-def test_a_trainer_never_reports_a_commit_that_was_not_decided(steps: list[Any]) -> None:
+@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
+@given(course, st.lists(events(trainer=True), max_size=40))
+def test_a_trainer_never_reports_a_commit_that_was_not_decided(start: list[str], steps: list[Any]) -> None:
     world = World(Session(TRAINER))
-    for step in steps:
+    for step in [*start, *steps]:
         world.step(step)
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.lists(events(trainer=False), max_size=30), requests(trainer=False))
-def test_a_request_that_was_accepted_may_be_repeated(steps: list[Any], request: Addressed) -> None:
+@given(course, st.lists(events(trainer=False), max_size=30), requests(trainer=False))
+def test_a_request_that_was_accepted_may_be_repeated(
+    start: list[str], steps: list[Any], request: Addressed
+) -> None:
     session, _ = observe(Session(SERVER), LiveObserved(None, False), 0.0)
     world = World(session)
-    for step in steps:
+    for step in [*start, *steps]:
         world.step(step)
     first = handle(world.session, request, world.now)
     if isinstance(first, Refused):

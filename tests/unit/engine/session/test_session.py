@@ -164,10 +164,14 @@ class Agent:
     def phase(self) -> RoundPhase | None:
         return self.session.round.phase if self.session.round else None
 
+    @property
+    def epoch_phase(self) -> EpochPhase | None:
+        return self.session.epoch.phase if self.session.epoch else None
+
     def to(self, phase: RoundPhase) -> Agent:
         """Through an epoch and a round of v1, as far as `phase`."""
         trainer = self.session.pod.role == "trainer"
-        held = {"snapshot": Published(version="v1", sequence=1)} if trainer else {}
+        held: dict[str, Any] = {"snapshot": Published(version="v1", sequence=1)} if trainer else {}
         self.movers(**held)
         assert self.join() == ""
         if trainer:
@@ -273,9 +277,9 @@ def test_an_epoch_is_joined_only_when_every_local_mover_is(server: Agent) -> Non
     server.movers()
     server.join()
     server.movers(ranks=[0], epoch=server.mover_epoch(EpochPhase.JOINED))
-    assert server.session.epoch is not None and server.session.epoch.phase is EpochPhase.JOINING
+    assert server.epoch_phase is EpochPhase.JOINING
     server.movers(ranks=[1], epoch=server.mover_epoch(EpochPhase.JOINED))
-    assert server.session.epoch.phase is EpochPhase.JOINED
+    assert server.epoch_phase is EpochPhase.JOINED
 
 
 def test_a_repeated_join_is_answered_as_before(server: Agent) -> None:
