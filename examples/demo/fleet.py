@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ def wait_until(
             return result
         if tell is not None and time.monotonic() - told > 10:
             told = time.monotonic()
-            tell(f"waiting for {what}: {seen}")
+            tell(textwrap.shorten(f"waiting for {what}: {seen}", 200, placeholder=" ..."))
         time.sleep(every)
     raise FleetError(f"{what} did not happen within {seconds:.0f} s; last seen: {seen}")
 

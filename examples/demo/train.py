@@ -67,7 +67,7 @@ def main(versions: list[str]) -> None:
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
     publisher = Publisher(model)
     torch.manual_seed(1000 + dist.get_rank())

@@ -353,6 +353,11 @@ def _write_outcomes(outcomes: queue.SimpleQueue[bytes], fd: int) -> None:
                 data = data[os.write(fd, data) :]
 
 
+def _name_process(name: str) -> None:
+    """What `ps -o comm` and `pkill -x` show: 15 characters at most."""
+    Path("/proc/self/comm").write_text(name)
+
+
 def main() -> int:
     """Entry of the process; the descriptor of the slab is its only argument."""
     parent = os.getppid()
@@ -367,6 +372,7 @@ def main() -> int:
     outcome_fd = os.dup(1)
     os.dup2(2, 1)
     slab = Slab.attach(int(sys.argv[1]))
+    _name_process("ws-spare")
     # A spare stands here, all imports done, until it is needed or its parent goes.
     stdin = sys.stdin.buffer
     line = stdin.readline()
@@ -374,6 +380,7 @@ def main() -> int:
         time.sleep(LEAVE_SECONDS)
         return 0
     config = read_config(line)
+    _name_process(f"ws-mover-{config.local_rank}")
     mover = Mover(config, slab)
     outcomes: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     mover.on_outcome = lambda outcome: outcomes.put(outcome.model_dump_json().encode() + b"\n")
