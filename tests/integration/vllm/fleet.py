@@ -99,7 +99,7 @@ class Trainer:
             "trainer", uuid.uuid4().hex, "trainer-0", None, "127.0.0.1", RANKS,
             run_id=uuid.uuid4().hex, trainer_ranks=tuple(range(RANKS)), trainer_world=RANKS,
         )  # fmt: skip
-        core = AgentCore(pod, [m.socket_path for m in self.movers], open_store=lambda host, key: _Store(host))
+        core = AgentCore(pod, [m.socket_path for m in self.movers], open_store=_Store)
         verifier = TokenVerifier(KeySource(str(self._jwks)), "rl", None, DEFAULT_OPERATOR)
         app = Starlette(routes=list(routes(core, verifier)))
         server = uvicorn.Server(

@@ -61,14 +61,14 @@ class Operator:
         return {"Authorization": f"Bearer {self.token(**claims)}"}
 
     def state(self, url: str) -> AgentState:
-        answer = httpx.get(url + ROUTE_STATE, headers=self.headers(), timeout=10, trust_env=False)
+        answer = httpx.get(url + ROUTE_STATE, headers=self.headers(), timeout=60, trust_env=False)
         assert answer.status_code == 200, answer.text
         return AgentState.model_validate_json(answer.content)
 
     def post(self, url: str, verb: str, boot_id: str, **body: Any) -> httpx.Response:
         message = {"boot_id": boot_id, "object_uid": OBJECT, "term": self.term} | body
         return httpx.post(
-            url + ROUTE_PREFIX + verb, json=message, headers=self.headers(), timeout=10, trust_env=False
+            url + ROUTE_PREFIX + verb, json=message, headers=self.headers(), timeout=60, trust_env=False
         )
 
     def tell(self, url: str, verb: str, boot_id: str, **body: Any) -> AgentState:
@@ -205,8 +205,9 @@ class VllmProcess:
     # -- requests --------------------------------------------------------------------------------------------
 
     def complete(self, prompt: list[int], tokens: int) -> httpx.Response:
+        """The first answer at tp 2 waits for a compiler: minutes on a busy machine."""
         return httpx.post(
-            self.url + "/v1/completions", json=completion(prompt, tokens), timeout=60, trust_env=False
+            self.url + "/v1/completions", json=completion(prompt, tokens), timeout=300, trust_env=False
         )
 
     def greedy(self, prompt: list[int], tokens: int) -> list[int]:
@@ -229,7 +230,7 @@ class Stream(threading.Thread):
         body = completion(self.prompt, self.wanted) | {"stream": True}
         try:
             with httpx.stream(
-                "POST", self.server.url + "/v1/completions", json=body, timeout=120, trust_env=False
+                "POST", self.server.url + "/v1/completions", json=body, timeout=300, trust_env=False
             ) as answer:
                 if answer.status_code != 200:
                     self.error = f"{answer.status_code} {answer.read()!r}"
@@ -241,16 +242,6 @@ class Stream(threading.Thread):
                         self.finished = choice.get("finish_reason") or self.finished
         except Exception as e:
             self.error = f"{type(e).__name__}: {e}"
-
-    def switched_at(self, after: Callable[[list[int], int], list[int]]) -> list[int]:
-        """All positions k from which the rest is what `after` (greedy continuation) makes of the first k
-        tokens."""
-        return [
-            k
-            for k in range(len(self.tokens) + 1)
-            if after(self.prompt + self.tokens[:k], 1 if k < len(self.tokens) else 0)[:1]
-            == self.tokens[k : k + 1]
-        ]
 
 
 def completion(prompt: list[int], tokens: int) -> dict[str, Any]:

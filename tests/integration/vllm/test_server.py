@@ -150,7 +150,7 @@ def test_a_round_under_streaming_requests_loses_none_and_switches_each_once(
         fleet.commit("step-1")
     fleet.admit("step-1")
     for stream in streams:
-        stream.join(120)
+        stream.join(300)
         assert (stream.error, stream.finished, len(stream.tokens)) == ("", "length", tokens)
     at = [switch(stream.tokens, stream.prompt, references[0], references[1]) for stream in streams]
     print("streams switched at", at)
