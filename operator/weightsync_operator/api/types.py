@@ -10,7 +10,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 from pydantic.alias_generators import to_camel
 
 
@@ -271,7 +271,15 @@ class Condition(ApiModel):
     last_transition_time: Annotated[str, Field(max_length=64, json_schema_extra={"format": "date-time"})]
 
 
-class MemberReport(ApiModel):
+class ReportModel(ApiModel):
+    """What is only shown: a field with nothing to say is left out, so that `kubectl describe` stays short."""
+
+    @model_serializer(mode="wrap")
+    def _without_blanks(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: value for key, value in dump(self).items() if value != ""}
+
+
+class MemberReport(ReportModel):
     """One pod as `kubectl describe` shows it."""
 
     pod: PodName
@@ -282,7 +290,7 @@ class MemberReport(ApiModel):
     message: Text = ""
 
 
-class RoundReport(ApiModel):
+class RoundReport(ReportModel):
     """One finished round."""
 
     number: int
