@@ -15,6 +15,7 @@ import os
 import shutil
 import tempfile
 import uuid
+from collections import Counter
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -389,12 +390,14 @@ def refusal(config: VllmConfig) -> str:
 
 
 def unresolved_message(resolved: Resolved) -> str:
-    """One sentence about what a model lacks, and its first names."""
+    """One sentence about what a model lacks: the most frequent reason, and the first name that has it."""
     unresolved = resolved.manifest.unresolved
     total = len(unresolved) + len(resolved.manifest.expected)
-    name, reason = next(iter(unresolved.items()))
-    more = f"; and {len(unresolved) - 1} more" if len(unresolved) > 1 else ""
-    return f"{len(unresolved)} of {total} parameters cannot be updated: {name}: {reason}{more}"
+    reason, count = Counter(unresolved.values()).most_common(1)[0]
+    name = next(name for name, why in unresolved.items() if why == reason)
+    more = f" (and {count - 1} more)" if count > 1 else ""
+    others = f"; {len(unresolved) - count} for other reasons" if len(unresolved) > count else ""
+    return f"{len(unresolved)} of {total} parameters cannot be updated: {name}{more}: {reason}{others}"
 
 
 def attach_worker_methods() -> None:
