@@ -26,7 +26,7 @@ from examples.demo.fleet import (
 from tests.cluster import Cluster
 
 pytestmark = pytest.mark.timeout(600)
-TRANSFER_SECONDS = 6
+TRANSFER_SECONDS = 15
 
 
 class Versions:
