@@ -75,6 +75,11 @@ def signal_in(fleet: Fleet, pod: str, signal: str, process: str) -> None:
     fleet.kubectl("exec", pod, "--", "pkill", f"-{signal}", "-x", process)
 
 
+def kill_server(fleet: Fleet, pod: str) -> None:
+    """kill -9 of vLLM's engine, which takes the server with it; pid 1 itself cannot be killed from inside its pod."""
+    fleet.kubectl("exec", pod, "--", "pkill", "-KILL", "-f", "VLLM::EngineCore")
+
+
 def servers(fleet: Fleet) -> list[str]:
     return sorted(pod["metadata"]["name"] for pod in fleet.pods("vllm"))
 
@@ -195,7 +200,7 @@ def test_an_operator_killed_in_the_middle_of_a_round_starts_it_again(
 def test_a_killed_server_comes_back_closed_and_catches_up(fleet: Fleet, versions: Versions) -> None:
     victim, other = servers(fleet)
     before = restarts(fleet, victim)
-    fleet.kubectl("exec", victim, "--", "pkill", "-KILL", "-f", "vllm.entrypoints.openai.api_server")
+    kill_server(fleet, victim)
     assert fleet.ask(versions.committed, servers=1).keys() == {other}
 
     def back() -> tuple[bool | None, object]:
@@ -217,7 +222,7 @@ def test_a_server_that_restarts_while_the_operator_is_down_never_answers_stale(
     operator = ("-n", OPERATOR_NAMESPACE, "scale", "deploy/weightsync-operator")
     fleet.cluster.kubectl(*operator, "--replicas=0")
     try:
-        fleet.kubectl("exec", victim, "--", "pkill", "-KILL", "-f", "vllm.entrypoints.openai.api_server")
+        kill_server(fleet, victim)
         address = next(p["status"]["podIP"] for p in fleet.pods("vllm") if p["metadata"]["name"] == victim)
         body = json.dumps({"prompt": versions.committed.prompt, "max_tokens": 1, "temperature": 0})
         script = (
