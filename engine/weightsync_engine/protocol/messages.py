@@ -198,6 +198,9 @@ class Prepare(Addressed):
     epoch: int
     round: Annotated[int, Field(ge=1)]
     version: Version
+    sequence: int | None = None
+    """`Published.sequence` of the version: a trainer that holds a later one says so at once. None: not known, and
+    only the deadline tells that the version will not come."""
     deadline_seconds: Seconds
     decide_by_seconds: Seconds
     """A verified pod that has heard no decision this long after Prepare asks the lead's agent, then fences itself."""

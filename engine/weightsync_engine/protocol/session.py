@@ -108,6 +108,8 @@ class Round:
     deadline: float | None
     """End of the present phase's time: prepare or transfer."""
     decide_by: float | None
+    sequence: int | None = None
+    """Of the version within the trainer's run, where the operator said it."""
     flipping: bool = False
     asking: bool = False
     fenced: bool = False
@@ -475,6 +477,7 @@ def _prepare(session: Session, request: Prepare, now: float) -> Answer:
         RoundPhase.PREPARING,
         now + request.deadline_seconds,
         now + request.decide_by_seconds,
+        request.sequence,
     )
     session = replace(session, round=round_)
     return Accepted(*_check_ready(session))
@@ -488,20 +491,14 @@ def _check_ready(session: Session) -> tuple[Session, tuple[Effect, ...]]:
     if session.pod.role == "trainer":
         missing = _ranks_without(session, round_.version)
         held = session.published
-        if held is not None and held.version != round_.version:
-            older = [
-                s.snapshot
-                for s in session.movers.values()
-                if s.snapshot and s.snapshot.version == round_.version
-            ]
-            if not older or all(s.sequence < held.sequence for s in older):
-                return _fail_round(
-                    session,
-                    _problem(
-                        "VersionUnavailable",
-                        f"no snapshot of version {round_.version!r}: the trainer holds {held.version!r}",
-                    ),
-                )
+        if held is not None and round_.sequence is not None and held.sequence > round_.sequence:
+            return _fail_round(
+                session,
+                _problem(
+                    "VersionUnavailable",
+                    f"no snapshot of version {round_.version!r} any more: the trainer holds {held.version!r}",
+                ),
+            )
         if missing:
             return session, ()
     session = replace(session, round=replace(round_, phase=RoundPhase.READY, deadline=None))

@@ -501,6 +501,7 @@ class _Planner:
                             epoch=run.epoch,
                             round=run.number,
                             version=run.version,
+                            sequence=run.sequence,
                             deadline_seconds=limits.prepare,
                             # Later than our own last moment by what one answer may take.
                             decide_by_seconds=run.decide_by - run.started + limits.commit / 2,

@@ -453,9 +453,21 @@ def test_a_version_that_a_later_one_replaced_is_unavailable(trainer: Agent) -> N
     trainer.join()
     trainer.see(StoreOpened(1, STORE))
     trainer.joined(snapshot=Published(version="v2", sequence=2))
-    trainer.prepare(version="v1")
+    trainer.prepare(version="v1", sequence=1)
     assert trainer.session.round is not None and trainer.session.round.problem is not None
     assert trainer.session.round.problem.reason == "VersionUnavailable"
+
+
+def test_a_version_that_is_still_to_come_is_waited_for_whatever_is_held_before_it(trainer: Agent) -> None:
+    old = Published(version="v1", sequence=1)
+    trainer.movers(snapshot=old)
+    trainer.join()
+    trainer.see(StoreOpened(1, STORE))
+    trainer.joined(snapshot=old)
+    trainer.prepare(version="v2", sequence=2)
+    assert trainer.phase is RoundPhase.PREPARING
+    trainer.movers(snapshot=Published(version="v2", sequence=2), epoch=trainer.mover_epoch(EpochPhase.JOINED))
+    assert trainer.phase is RoundPhase.READY
 
 
 def test_published_is_what_all_ranks_of_the_pod_hold(trainer: Agent) -> None:
