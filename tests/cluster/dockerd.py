@@ -19,7 +19,7 @@ from typing import Any
 from tests.cluster import cache
 from tests.cluster.apiserver import run_tool
 from tests.cluster.errors import ClusterError
-from tests.cluster.nodeimage import NODE_FILES, NodeImage, check_tools
+from tests.cluster.nodeimage import NODE_FILES, NodeImage
 
 START_DEADLINE_S = 30.0
 STOP_DEADLINE_S = 15.0
@@ -53,7 +53,6 @@ class Dockerd:
                 "no Docker engine answers that can pull images, and starting one here needs root: "
                 "start Docker (with a way to its registry), or run this as root"
             )
-        check_tools("dockerd", "docker", "iptables", "ip", "unshare")
         log = cache.log_path("dockerd")
         state: dict[str, Any] = {"cgroups": [], "made_modules": not _MODULES.exists()}
         # kind mounts /lib/modules into its nodes, and the engine would make the folder and leave it.

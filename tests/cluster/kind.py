@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from tests.cluster import cache, versions
+from tests.cluster import cache, packages, versions
 from tests.cluster.apiserver import run_tool
 from tests.cluster.binaries import tools
 from tests.cluster.dockerd import Dockerd, alive, docker_program, start_time
@@ -274,6 +274,7 @@ def _create(name: str, workers: int, mounts: list[str], say: Callable[[str], Non
     begun = time.monotonic()
     kind_of: KindOf = "docker" if _docker_can_pull(say) else "built"
     if kind_of == "built":
+        packages.need(say)
         say("no Docker engine that can pull: the node image is built here, unless it is in the cache")
         node = node_image()
     path = _tools(kind_of)

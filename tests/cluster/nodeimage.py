@@ -9,7 +9,6 @@ What differs from kind's own image is baked in, so that an ordinary kind configu
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -80,34 +79,10 @@ def node_image() -> NodeImage:
     key = cache.digest([inputs, constants])
     ref = f"localhost/weightsync-node:{key}"
     # Not under the lock of the image: each of these is an entry with a lock of its own.
-    check_tools("debootstrap", "chroot", "unshare", "ldd", "gcc")
     programs = binaries(*(name for names in _PROGRAMS.values() for name in names), *_IN_IMAGES, "kind")
     debian = _debian()
     archive = cache.entry("images", f"node-{key}.tar", lambda draft: _build(draft, ref, debian, programs))
     return NodeImage(ref, archive)
-
-
-def check_tools(*names: str) -> None:
-    """Raise ClusterError with the Debian packages that bring what is missing of `names`."""
-    packages = {
-        "dockerd": "docker.io",
-        "docker": "docker.io",
-        "iptables": "iptables",
-        "ip": "iproute2",
-        "ldd": "libc-bin",
-        "gcc": "gcc libc6-dev libseccomp-dev",
-        "chroot": "coreutils",
-        "unshare": "util-linux",
-        "nsenter": "util-linux",
-    }
-    path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
-    missing = [name for name in names if shutil.which(name, path=path) is None]
-    if missing:
-        wanted = " ".join(dict.fromkeys(packages.get(name, name) for name in missing))
-        raise ClusterError(
-            f"not in PATH: {', '.join(missing)}; a cluster without a Docker engine is built with them: "
-            f"apt-get install -y --no-install-recommends {wanted}"
-        )
 
 
 def _debian() -> Path:

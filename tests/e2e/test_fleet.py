@@ -27,6 +27,7 @@ from tests.cluster import Cluster
 
 pytestmark = pytest.mark.timeout(600)
 TRANSFER_SECONDS = 15
+LOGS = ROOT / "build" / "e2e"
 
 
 class Versions:
@@ -61,7 +62,7 @@ def fleet(cluster: Cluster) -> Iterator[Fleet]:
         fleet.wait_servers_ready()
         yield fleet
     finally:
-        fleet.keep_logs(ROOT / "build" / "e2e")
+        fleet.keep_logs(LOGS)
         fleet.stop()
 
 
@@ -95,6 +96,12 @@ def wait_condition(fleet: Fleet, kind: str, status: str, seconds: float = 60) ->
         return (condition if condition["status"] == status else None), condition
 
     return wait_until(f"condition {kind}={status}", check, seconds)
+
+
+def keep(name: str, text: str) -> None:
+    """For people: what a test saw, beside the logs."""
+    LOGS.mkdir(parents=True, exist_ok=True)
+    (LOGS / name).write_text(text)
 
 
 def describe(fleet: Fleet) -> str:
@@ -166,11 +173,12 @@ def test_a_frozen_mover_is_named_and_the_round_is_repeated_without_it(
     victim, other = servers(fleet)
     signal_in(fleet, victim, "STOP", "ws-mover-0")
     version = versions.start_next()
-    wait_described(fleet, "Transferring", version)
+    keep("describe-during-a-round.txt", wait_described(fleet, "Transferring", version))
     assert fleet.ask(versions.committed)[other].version == versions.committed.version, (
         "the other server goes on"
     )
     text = wait_described(fleet, "Failed", victim, seconds=60)
+    keep("describe-after-a-failed-round.txt", text)
     assert version in text
     versions.finish(version)
     assert restarts(fleet, victim) == 0
