@@ -17,12 +17,12 @@ from aiohttp import web
 
 from weightsync_engine.protocol.names import DEFAULT_OPERATOR, ENV_OPERATOR, GROUP
 
+from . import names
 from .adapters.agents import session
 from .adapters.handlers import Handlers
 from .adapters.kube import Kube, KubeError, KubeUnavailable
 from .adapters.lease import Lease
 from .adapters.tokens import Tokens
-from .core import names
 
 _LOG = logging.getLogger("weightsync_operator")
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")

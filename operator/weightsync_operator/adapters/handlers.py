@@ -14,8 +14,8 @@ from pydantic import ValidationError
 
 from weightsync_engine.protocol.names import GROUP, LABEL_SYNC
 
+from .. import names
 from ..api.types import WeightSyncSpec
-from ..core import names
 from ..core.rounds import Settings
 from .agents import Agents
 from .kube import Kube, KubeError, KubeUnavailable

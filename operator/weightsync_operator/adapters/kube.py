@@ -24,7 +24,7 @@ from weightsync_engine.protocol.names import (
     ROLE_TRAINER,
 )
 
-from ..core import names
+from .. import names
 from ..core.members import AgentView, Gate, Pod
 from ..core.rounds import EventNote, GateChange
 

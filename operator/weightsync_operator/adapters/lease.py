@@ -8,7 +8,7 @@ import logging
 import time
 from typing import Any
 
-from ..core import names
+from .. import names
 from .kube import Kube, KubeError, KubeUnavailable
 
 _LOG = logging.getLogger(__name__)

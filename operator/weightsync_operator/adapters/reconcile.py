@@ -16,8 +16,8 @@ from pydantic import ValidationError
 
 from weightsync_engine.protocol.messages import AgentState, Leave
 
+from .. import names
 from ..api.types import Condition, Facts, Report, WeightSyncSpec
-from ..core import names
 from ..core.members import AgentView, Pod
 from ..core.rounds import EventNote, GateChange, Memory, Observed, Plan, Send, Settings, plan
 from ..core.status import report

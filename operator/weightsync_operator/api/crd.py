@@ -14,7 +14,7 @@ import yaml
 
 from weightsync_engine.protocol.names import GROUP
 
-from ..core.names import API_VERSION, KIND, PLURAL
+from ..names import API_VERSION, KIND, PLURAL
 from .types import WeightSyncSpec, WeightSyncStatus
 
 _HOME = Path(__file__).resolve().parents[3]

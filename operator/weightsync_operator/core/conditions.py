@@ -9,8 +9,8 @@ from typing import Literal
 
 from weightsync_engine.protocol.messages import Published
 
+from .. import names
 from ..api.types import Condition
-from . import names
 from .members import Roster
 from .rounds import Memory, Observed, Settings, committed_version, holds, published, serves, target
 

@@ -18,8 +18,8 @@ from weightsync_engine.protocol.names import (
     ROLE_TRAINER,
 )
 
+from .. import names
 from ..api.types import MAX_MEMBERS, MemberIdentity
-from . import names
 
 SILENT_AFTER = 5.0
 """Seconds of failed calls after which an agent that did answer counts as silent."""

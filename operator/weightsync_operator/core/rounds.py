@@ -44,6 +44,7 @@ from weightsync_engine.protocol.messages import (
 )
 from weightsync_engine.protocol.names import ROLE_INFERENCE
 
+from .. import names
 from ..api.types import (
     MAX_ROUNDS,
     DecisionFact,
@@ -53,7 +54,6 @@ from ..api.types import (
     RoundReport,
     WeightSyncSpec,
 )
-from . import names
 from .members import SILENT_AFTER, Gate, Member, Pod, Remark, Roster, resolve
 
 MAX_SECONDS = 86400.0

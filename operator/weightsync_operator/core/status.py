@@ -5,8 +5,8 @@ from __future__ import annotations
 from weightsync_engine.protocol.messages import RoundPhase
 from weightsync_engine.protocol.names import ROLE_INFERENCE
 
+from .. import names
 from ..api.types import MAX_SHOWN_MEMBERS, Condition, MemberReport, Report
-from . import names
 from .conditions import evaluate
 from .members import Member, Remark, Roster
 from .rounds import (

@@ -6,7 +6,7 @@ from tests.integration.control.conftest import Operator, World
 from tests.integration.control.fake_agents import FakeAgent, eventually
 
 from weightsync_engine.protocol.messages import Problem, RoundPhase
-from weightsync_operator.core.names import CONDITIONS
+from weightsync_operator.names import CONDITIONS
 
 
 def small_world(world: World, **spec: object) -> tuple[FakeAgent, FakeAgent, FakeAgent]:

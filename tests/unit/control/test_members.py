@@ -9,7 +9,7 @@ import pytest
 from tests.unit.control.builders import inference_state, pod_with, trainer_state
 
 from weightsync_engine.protocol.messages import Problem
-from weightsync_operator.core import names
+from weightsync_operator import names
 from weightsync_operator.core.members import SILENT_AFTER, AgentError, AgentView, Pod, resolve
 
 TRAINER = pod_with(trainer_state())

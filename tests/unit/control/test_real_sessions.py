@@ -6,7 +6,7 @@ import pytest
 from tests.unit.control.real_sessions import RealAgent, RealSim
 
 from weightsync_engine.protocol.messages import Problem
-from weightsync_operator.core import names
+from weightsync_operator import names
 
 
 def at_version(version: str = "step-1", **spec: object) -> RealSim:

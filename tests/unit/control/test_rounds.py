@@ -8,7 +8,7 @@ import pytest
 from tests.unit.control.builders import WALL, Sim
 
 from weightsync_engine.protocol.messages import EpochPhase, EpochState, Problem, RoundPhase
-from weightsync_operator.core import names
+from weightsync_operator import names
 from weightsync_operator.core.rounds import RoundRun, usable_host
 
 

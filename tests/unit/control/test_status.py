@@ -8,8 +8,8 @@ import json
 from tests.unit.control.builders import WALL, Sim
 
 from weightsync_engine.protocol.messages import PlanSummary, Problem
+from weightsync_operator import names
 from weightsync_operator.api.types import Report
-from weightsync_operator.core import names
 from weightsync_operator.core.rounds import plan, replace
 from weightsync_operator.core.status import report
 
