@@ -194,6 +194,25 @@ def test_a_killed_trainer_mover_does_not_stop_training(fleet: Fleet, versions: V
     versions.finish(version)
 
 
+def test_a_frozen_server_holds_up_nobody_else_and_catches_up_once_it_thaws(
+    fleet: Fleet, versions: Versions
+) -> None:
+    victim, other = servers(fleet)
+    fleet.kubectl("exec", victim, "--", "pkill", "-STOP", "-f", "VLLM::EngineCore")
+    try:
+        version = versions.start_next()
+
+        def goes_on() -> tuple[bool | None, object]:
+            answers = fleet.ask(versions.committed, seconds=15, servers=1)
+            return (True if other in answers and answers[other].version == version else None), answers
+
+        wait_until(f"{other} serving {version}", goes_on, 120)
+    finally:
+        fleet.kubectl("exec", victim, "--", "pkill", "-CONT", "-f", "VLLM::EngineCore")
+    versions.finish(version)
+    assert restarts(fleet, victim) == 0
+
+
 def test_an_operator_killed_in_the_middle_of_a_round_starts_it_again(
     fleet: Fleet, versions: Versions
 ) -> None:

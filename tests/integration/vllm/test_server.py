@@ -125,14 +125,8 @@ def test_the_operators_word_opens_the_guard_for_the_loaded_weights(
         assert httpx.get(server.url + "/readyz", trust_env=False).status_code == 200
 
 
-def test_a_round_under_streaming_requests_loses_none_and_switches_each_once(
-    fleet: Fleet, checkpoints: list[Path], references: list[tiny.Reference]
-) -> None:
-    with timed("join"):
-        fleet.joined()
-    fleet.trainer.publish(checkpoints[1], "step-1")
-    fleet.prepare("step-1")
-    tokens = 400
+def _streams(fleet: Fleet, tokens: int) -> list[Stream]:
+    """Three requests to each server, each with a prompt of its own, all of them generating by now."""
     streams = [
         Stream(server, [*tiny.PROMPT, 100 * i + j], tokens)
         for i, server in enumerate(fleet.servers)
@@ -144,14 +138,34 @@ def test_a_round_under_streaming_requests_loses_none_and_switches_each_once(
     while any(len(stream.tokens) < 5 for stream in streams):
         assert time.monotonic() < deadline, [(len(s.tokens), s.error) for s in streams]
         time.sleep(0.01)
-    with timed("transfer"):
-        fleet.transfer()
-    with timed("commit"):
-        fleet.commit("step-1")
-    fleet.admit("step-1")
+    return streams
+
+
+def _whole(streams: list[Stream], tokens: int) -> None:
     for stream in streams:
         stream.join(300)
         assert (stream.error, stream.finished, len(stream.tokens)) == ("", "length", tokens)
+
+
+def test_a_round_under_streaming_requests_loses_none_and_switches_each_once(
+    fleet: Fleet, checkpoints: list[Path], references: list[tiny.Reference]
+) -> None:
+    with timed("join"):
+        fleet.joined()
+    fleet.trainer.publish(checkpoints[1], "step-1")
+    fleet.prepare("step-1")
+    tokens = 400
+    during = _streams(fleet, 64)
+    with timed("transfer"):
+        fleet.transfer()
+    _whole(during, 64)
+    assert [s.tokens for s in during] == [references[0].greedy(s.prompt, 64) for s in during]
+    # Begun only now: on a slow machine streams from before the transfer would be over before the flip.
+    streams = _streams(fleet, tokens)
+    with timed("commit"):
+        fleet.commit("step-1")
+    fleet.admit("step-1")
+    _whole(streams, tokens)
     at = [switch(stream.tokens, stream.prompt, references[0], references[1]) for stream in streams]
     print("streams switched at", at)
     assert any(0 < k < tokens for k in at), "no stream ran across the flip: the test shows nothing"
