@@ -267,7 +267,7 @@ class Epoch:
             ).model_dump()
         ready_until = min(time.monotonic() + stall, deadline)
         self._agree(
-            store, f"{scope}/ready", word, judge_ready(plan.trainer_ranks), ready_until, "that it is ready"
+            store, f"{scope}/ready", word, judge_ready(plan.trainer_ranks), ready_until, "its readiness"
         )
 
         if self.rank >= plan.trainer_ranks:
