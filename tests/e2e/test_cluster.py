@@ -76,7 +76,6 @@ def namespace(cluster: Cluster) -> Iterator[None]:
 
 
 def test_a_pod_runs_the_hosts_python_with_torch(cluster: Cluster) -> None:
-    pytest.importorskip("torch")
     apply(cluster, pod("torch", "-c", "import torch; print(torch.arange(4).sum().item())"))
     assert output_of(cluster, "torch").strip() == "6"
 
