@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from .boxes import Box
-from .tensors import Replicate, Shard, SourceParameter, StridedShard
+from .tensors import Replicate, Shard, SourceParameter, StridedShard, Within, region_at
 
 
 class LayoutError(ValueError):
@@ -23,11 +23,16 @@ def check_source(source: SourceParameter) -> None:
         raise LayoutError(
             f"{where}: {len(source.placements)} placements for a mesh of {len(mesh.shape)} dimensions"
         )
+    if source.within is not None and not _inside(source.within, source.shape):
+        raise LayoutError(
+            f"{where}: its region of shape {source.shape} at {source.within.at} is not inside the trainer's "
+            f"{source.within.tensor!r} of shape {source.within.shape}"
+        )
     for at, placement in enumerate(source.placements):
         if isinstance(placement, Replicate):
             continue
-        if not 0 <= placement.dim < len(source.shape):
-            raise LayoutError(f"{where}: {placement} has no such dimension in shape {source.shape}")
+        if not 0 <= placement.dim < len(source.tensor_shape):
+            raise LayoutError(f"{where}: {placement} has no such dimension in shape {source.tensor_shape}")
         if isinstance(placement, StridedShard):
             inner = math.prod(
                 mesh.shape[i]
@@ -41,6 +46,12 @@ def check_source(source: SourceParameter) -> None:
                 )
 
 
+def _inside(within: Within, shape: tuple[int, ...]) -> bool:
+    if not len(within.at) == len(within.shape) >= len(shape) or min(within.at, default=0) < 0:
+        return False
+    return Box.whole(within.shape).contains(region_at(within.at, shape))
+
+
 def chunk(length: int, parts: int, index: int) -> tuple[int, int]:
     """Start and stop of part `index` when `torch.chunk` cuts `length` into `parts`; the tail may be empty."""
     size = -(-length // parts)
@@ -48,7 +59,7 @@ def chunk(length: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def shard_boxes(source: SourceParameter) -> dict[int, Box | None]:
-    """Per rank of the mesh the box of the parameter that it holds; None where it holds no element.
+    """Per rank of the mesh the box of the trainer's tensor that it holds; None where it holds no element.
 
     Raises `LayoutError` as `check_source` does.
     """
@@ -63,7 +74,7 @@ def shard_boxes(source: SourceParameter) -> dict[int, Box | None]:
         for size in reversed(source.mesh.shape):
             coordinate.insert(0, place % size)
             place //= size
-        start, shape = [0] * len(source.shape), list(source.shape)
+        start, shape = [0] * len(source.tensor_shape), list(source.tensor_shape)
         for i in order:
             placement = source.placements[i]
             assert not isinstance(placement, Replicate)

@@ -50,6 +50,18 @@ Placement = Replicate | Shard | StridedShard
 
 
 @dataclass(frozen=True, slots=True)
+class Within:
+    """The trainer's tensor that a checkpoint parameter is a region of (one expert of a stacked tensor)."""
+
+    tensor: str
+    shape: tuple[int, ...]
+    """Of the trainer's whole tensor."""
+    at: tuple[int, ...]
+    """Where the region begins. It has the parameter's shape, with extent 1 in the leading dimensions that the
+    parameter lacks."""
+
+
+@dataclass(frozen=True, slots=True)
 class SourceParameter:
     """One checkpoint parameter as the trainer holds it; the same value on every trainer rank."""
 
@@ -59,6 +71,31 @@ class SourceParameter:
     """Wire dtype: what the snapshot holds, and what must arrive."""
     mesh: Mesh
     placements: tuple[Placement, ...]
+    """Of the trainer's tensor: `within`'s, or the parameter itself."""
+    within: Within | None = None
+
+    @property
+    def tensor(self) -> str:
+        """The trainer's tensor, and the slab tensor that holds a rank's shard of it."""
+        return self.name if self.within is None else self.within.tensor
+
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
+        """Of the trainer's whole tensor: what mesh and placements cut."""
+        return self.shape if self.within is None else self.within.shape
+
+    @property
+    def region(self) -> Box:
+        """The parameter's elements in the trainer's whole tensor."""
+        if self.within is None:
+            return Box.whole(self.shape)
+        return region_at(self.within.at, self.shape)
+
+
+def region_at(at: tuple[int, ...], shape: tuple[int, ...]) -> Box:
+    """The region that begins `at` in a tensor of as many or more dimensions, extent 1 in the leading ones
+    that `shape` lacks."""
+    return Box(at, (1,) * (len(at) - len(shape)) + shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +111,20 @@ class SlabTensor:
 class Piece:
     """Elements `box` of checkpoint parameter `name` are held in slab tensor `tensor` at `at` (same shape).
 
-    `box` counts in the whole parameter, `at` in the rank's own slab tensor. The box of a slab tensor that
-    holds a view of a larger live parameter (q inside qkv, gate inside gate_up) starts where that view does.
+    `box` counts in the whole parameter, `at` in the rank's own slab tensor (q inside qkv, gate inside
+    gate_up). Where `at` has more dimensions than the parameter (one expert of a stacked tensor), the region
+    has extent 1 in the leading ones.
     """
 
     name: str
     box: Box
     tensor: str
     at: tuple[int, ...]
+
+    @property
+    def region(self) -> Box:
+        """The piece's elements in the slab tensor."""
+        return region_at(self.at, self.box.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +139,8 @@ class Expected:
 class TrainerManifest:
     """What one trainer rank tells its mover: the sources (equal on all ranks) and its own slab.
 
-    A rank's local shard of parameter p is the slab tensor named p.name (absent where the rank holds nothing
-    of it); which box of p it is follows from mesh and placements.
+    A rank's local shard of parameter p is the slab tensor named p.tensor (absent where the rank holds nothing
+    of it); which box of the trainer's tensor it is follows from mesh and placements.
     """
 
     trainer_rank: int
