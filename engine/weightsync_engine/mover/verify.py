@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from ..digest import MODULUS, box_digest
 from ..layout.boxes import Box
 from ..layout.shards import shard_boxes
-from ..layout.tensors import SourceParameter
-from ..plan.compile import holders
-from ..plan.steps import LocalPart, Plan
+from ..layout.tensors import SourceParameter, WorkerManifest
+from ..plan.cuts import Holders
+from ..plan.plan import LocalPart, Plan
 from ..protocol.messages import Problem
 from ..transport.base import LocalTensor
 
@@ -23,28 +23,19 @@ def source_sums(sources: Sequence[SourceParameter], rank: int, local: LocalTenso
     for source in sources:
         box = shard_boxes(source).get(rank)
         if box is not None:
-            part = LocalPart(source.name, Box.whole(box.shape), False)
+            part = LocalPart(source.name, Box.whole(box.shape))
             sums[source.name] = box_digest(local(part), box, source.shape)
     return sums
 
 
-def target_sums(plan: Plan, sources: Sequence[SourceParameter], rank: int, local: LocalTensor) -> Sums:
-    """Of everything that the plan has written on a worker, copies counted as often as they are held."""
+def target_sums(manifest: WorkerManifest, local: LocalTensor) -> Sums:
+    """Of everything that a worker's shadow holds, by its own names; what it holds twice counts twice."""
     sums: Sums = {}
-    shapes = {s.name: s.shape for s in sources}
-    for step in plan.steps:
-        if rank not in step.target.ranks:
-            continue
-        index = rank - step.target.first_rank
-        region = local(step.target.parts[index])
-        if len(step.target.ranks) == 1 or step.target.shards == 1:
-            value = box_digest(region.reshape(step.box.shape), step.box, shapes[step.name])
-        else:
-            # Steps that cut their target move whole parameters; joined dimensions keep an element's linear
-            # index.
-            box = step.target.local_box(step.shape, index)
-            value = box_digest(region.reshape(box.shape), box, step.shape)
-        sums[step.name] = (sums.get(step.name, 0) + value) % MODULUS
+    for piece in manifest.pieces:
+        if piece.box.size:
+            region = local(LocalPart(piece.tensor, piece.region)).reshape(piece.box.shape)
+            value = box_digest(region, piece.box, manifest.expected[piece.name].shape)
+            sums[piece.name] = (sums.get(piece.name, 0) + value) % MODULUS
     return sums
 
 
@@ -55,9 +46,10 @@ def judge_digests(words: Sequence[Sums], sources: Sequence[SourceParameter], pla
     share one storage in the servers.
     """
     sent: Sums = {}
+    holders_of = Holders()
     for source in sources:
         total = 0
-        for held in holders(source):
+        for held in holders_of(source):
             values = [words[r].get(source.name) for r in held.ranks]
             for rank, value in zip(held.ranks, values, strict=True):
                 if value is None or value != values[0]:
@@ -79,15 +71,15 @@ def judge_digests(words: Sequence[Sums], sources: Sequence[SourceParameter], pla
                 f"holds different "
                 "values for them: tie them in the trainer or untie them in the served model",
             )
-    for name in sorted(plan.copies):
-        for copies in plan.copies[name]:
-            arrived = sum(words[r].get(name, 0) for r in copies.ranks) % MODULUS
-            if arrived != copies.count * sent[name] % MODULUS:
+    for route in plan.routes:
+        group, wanted = plan.groups[route.group], route.copies * sent[route.source.name] % MODULUS
+        for replica, server in enumerate(group.servers):
+            ranks = group.server_ranks(replica)
+            if sum(words[r].get(route.name, 0) for r in ranks) % MODULUS != wanted:
                 return Problem(
                     reason="DigestMismatch",
-                    message=f"{name!r} did not arrive bit for bit in server {copies.server!r} (ranks "
-                    f"{copies.ranks[0]} to {copies.ranks[-1]}); nothing was made live, and the "
-                    f"round can be repeated",
-                    rank=copies.ranks[0],
+                    message=f"{route.source.name!r} did not arrive bit for bit in server {server!r} (ranks "
+                    f"{ranks[0]} to {ranks[-1]}); nothing was made live, and the round can be repeated",
+                    rank=ranks[0],
                 )
     return None

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from ..plan.steps import LocalPart, Step, exchanges
+from ..plan.plan import LocalPart, LocalStep
 from ..protocol.messages import Problem
 
 LocalTensor = Callable[[LocalPart], torch.Tensor]
@@ -39,7 +39,9 @@ class Transport(Protocol):
     """One communicator of one epoch. Not thread-safe; every rank calls `run` for the same steps in the same
     order."""
 
-    def run(self, step: Step, local: LocalTensor, stall_seconds: float, moved: Callable[[int], None]) -> None:
+    def run(
+        self, step: LocalStep, local: LocalTensor, stall_seconds: float, moved: Callable[[int], None]
+    ) -> None:
         """Do this rank's share of one step; `moved` hears of bytes sent or received.
 
         Returns when the target regions are filled and the source regions may change. Raises `PeerFailure`
@@ -49,10 +51,3 @@ class Transport(Protocol):
     def close(self) -> None:
         """Drop all connections, at once and without the peers' help; their waits for this rank end.
         Idempotent."""
-
-
-def peers(step: Step, rank: int) -> tuple[int, ...]:
-    """The ranks that `rank` exchanges elements with in the step, ascending; empty where it takes no part."""
-    found = {e.target for e in exchanges(step) if e.source == rank}
-    found |= {e.source for e in exchanges(step) if e.target == rank}
-    return tuple(sorted(found))

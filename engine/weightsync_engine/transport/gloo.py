@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroupGloo
 
-from ..layout.boxes import Box
-from ..plan.steps import LocalPart, Side, Step, exchanges
+from ..plan.plan import LocalStep
 from .base import Failure, LocalTensor, PeerFailure
 from .store import EpochStore, GlooStore
 
@@ -29,7 +28,7 @@ class GlooTransport:
 
     def __init__(self, store: EpochStore, rank: int, world: int, host: str, deadline: float) -> None:
         self._rank = rank
-        self._tags: dict[tuple[int, int], int] = {}
+        self._tags: dict[tuple[int, bool], int] = {}
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         try:
             options._devices = [ProcessGroupGloo.create_device(hostname=host)]
@@ -48,63 +47,43 @@ class GlooTransport:
                 rank,
             ) from e
 
-    def run(self, step: Step, local: LocalTensor, stall_seconds: float, moved: Callable[[int], None]) -> None:
+    def run(
+        self, step: LocalStep, local: LocalTensor, stall_seconds: float, moved: Callable[[int], None]
+    ) -> None:
         if self._group is None:
             raise PeerFailure("Closed", "the communicator is closed", self._rank)
         pending: list[tuple[object, int, torch.Tensor]] = []
-        staged: list[tuple[torch.Tensor, torch.Tensor]] = []
-        own = [e for e in exchanges(step) if self._rank in (e.source, e.target)]
-        sent = self._shared(step, step.source, local) if any(e.source == self._rank for e in own) else None
-        into = None
-        if any(e.target == self._rank for e in own):
-            part = self._part(step.target)
-            region = local(part)
-            shape = step.target.local_box(step.shape, self._rank - step.target.first_rank).shape
-            if part.staged:
-                into = torch.empty(shape, dtype=region.dtype)
-                staged.append((region, into.view(part.box.shape)))
+        arriving: list[tuple[list[torch.Tensor], torch.Tensor]] = []
+        for block in step.blocks:
+            regions = [local(part) for part in block.parts]
+            alone = regions[0].reshape(-1) if len(regions) == 1 and regions[0].is_contiguous() else None
+            if step.sends:
+                data = alone if alone is not None else torch.cat([r.reshape(-1) for r in regions])
+            elif alone is not None:
+                data = alone
             else:
-                into = region.view(shape)
-        writes: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for e in own:
-            if e.source == self._rank:
-                assert sent is not None
-                data = _bytes(sent[_slices(e.source_box)].contiguous())
-                pending += self._post(data, e.source, e.target)
-            else:
-                assert into is not None
-                goal = into[_slices(e.target_box)]
-                buffer = goal if goal.is_contiguous() else torch.empty(goal.shape, dtype=goal.dtype)
-                if buffer is not goal:
-                    writes.append((goal, buffer))
-                pending += self._post(_bytes(buffer), e.source, e.target)
+                data = torch.empty(step.step.block, dtype=regions[0].dtype)
+                arriving.append((regions, data))
+            for peer in block.peers:
+                pending += self._post(data.view(torch.uint8), peer, step.sends)
         for work, peer, data in pending:
             self._finish(work, peer, step, stall_seconds)
             moved(data.numel())
-        for goal, buffer in (*writes, *staged):
-            goal.copy_(buffer)
+        for regions, data in arriving:
+            for region, flat in zip(regions, torch.split(data, [r.numel() for r in regions]), strict=True):
+                region.copy_(flat.view(region.shape))
 
     def close(self) -> None:
         group, self._group = self._group, None
         del group  # its connections end with it; shutdown() would wait for peers
 
-    def _part(self, side: Side) -> LocalPart:
-        return side.parts[self._rank - side.first_rank]
-
-    def _shared(self, step: Step, side: Side, local: LocalTensor) -> torch.Tensor:
-        """This rank's share of the step's tensor; a view where its region is one run of memory."""
-        shape = side.local_box(step.shape, self._rank - side.first_rank).shape
-        return local(self._part(side)).reshape(shape)
-
-    def _post(self, data: torch.Tensor, source: int, target: int) -> list[tuple[object, int, torch.Tensor]]:
+    def _post(self, data: torch.Tensor, peer: int, sending: bool) -> list[tuple[object, int, torch.Tensor]]:
         assert self._group is not None
         posted: list[tuple[object, int, torch.Tensor]] = []
         for start in range(0, data.numel(), _PIECE_BYTES):
             piece = data[start : start + _PIECE_BYTES]
-            tag = self._tags.get((source, target), 0)
-            self._tags[source, target] = (tag + 1) % _TAGS
-            sending = source == self._rank
-            peer = target if sending else source
+            tag = self._tags.get((peer, sending), 0)
+            self._tags[peer, sending] = (tag + 1) % _TAGS
             try:
                 group: Any = self._group
                 work = (group.send if sending else group.recv)([piece], peer, tag)
@@ -113,14 +92,14 @@ class GlooTransport:
             posted.append((work, peer, piece))
         return posted
 
-    def _finish(self, work: object, peer: int, step: Step, stall_seconds: float) -> None:
+    def _finish(self, work: object, peer: int, step: LocalStep, stall_seconds: float) -> None:
         try:
             work.wait(timedelta(seconds=stall_seconds))  # type: ignore[attr-defined]
         except RuntimeError as e:
             if "Timed out" in str(e):
                 raise PeerFailure(
                     "PeerLate",
-                    f"rank {peer} moved nothing of {step.name!r} for {stall_seconds:.1f} s: its "
+                    f"rank {peer} moved nothing of step {step.index + 1} for {stall_seconds:.1f} s: its "
                     f"mover is frozen, starved "
                     "or cut off; it is replaced when its pod's agent kills it",
                     peer,
@@ -135,11 +114,3 @@ class GlooTransport:
             f"them ({str(error)[:200]})",
             peer,
         )
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)
