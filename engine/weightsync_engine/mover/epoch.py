@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ from ..protocol.messages import PlanSummary, Problem
 from ..protocol.mover import MoverJoin, MoverTransfer
 from ..protocol.names import PROTOCOL_VERSION
 from ..transport.base import Agreed, Failure, PeerFailure, Transport
-from ..transport.gloo import GlooTransport
+from ..transport.choose import choose
 from ..transport.presence import Presence
 from ..transport.store import EpochStore, check_cancelled, connect_store
 from .slab import Slab
@@ -63,6 +64,7 @@ class Epoch:
         self._slab = slab
         self._cancel = threading.Event()
         self._store: EpochStore | None = None
+        self._kind: type[Transport]
         self._transport: Transport | None = None
         self._sources: tuple[SourceParameter, ...] = ()
         self._plan: Plan | None = None
@@ -109,7 +111,7 @@ class Epoch:
         problem = own_problem
         if problem is None:
             try:
-                plan = compile_plan(sources, workers, request.trainer_ranks)
+                plan = compile_plan(sources, workers, request.trainer_ranks, self._kind.envelope)
                 problem = self._check_slab(plan)
             except PlanError as e:
                 problem = e.problem
@@ -120,9 +122,9 @@ class Epoch:
         }
         self._agree(store, "plan", word, judge_plans, self.deadline, "its plan")
         assert plan is not None  # a rank without one is a problem, which ends the agreement
-        self._sources, self._steps = sources, plan.local(self.rank)
+        self._sources, self._steps = sources, plan.local(self.rank, self._kind.collective)
         self._plan = plan if self.rank == 0 else None
-        self._transport = GlooTransport(store, self.rank, request.world_size, request.host, self.deadline)
+        self._transport = self._kind(store, self.rank, request.world_size, request.host, self.deadline)
         self._agree(store, "connected", {}, lambda words: None, self.deadline, "its connections")
         return plan.summary
 
@@ -140,12 +142,7 @@ class Epoch:
                 f"trainer rank {self._manifest.trainer_rank} was told to be rank {r.rank}",
                 r.rank,
             )
-        if r.transport not in ("auto", "gloo"):
-            raise Failure(
-                "NoTransport",
-                f"rank {r.rank} holds host memory: transport {r.transport!r} needs a GPU",
-                r.rank,
-            )
+        self._kind = choose(r.transport, self._slab.device.type, r.rank)
 
     def _runtime(self) -> dict[str, Any]:
         """What must be equal on all ranks besides the plan."""
@@ -153,7 +150,8 @@ class Epoch:
             "protocol": PROTOCOL_VERSION,
             "byteorder": sys.byteorder,
             "torch": torch.__version__.split("+")[0],
-            "transport": "gloo",
+            "transport": self._kind.__name__,
+            **self._kind.runtime(),
             "world": [self.request.world_size, self.request.trainer_ranks],
         }
 
@@ -323,6 +321,18 @@ class Epoch:
             now["bytes_done"] += count
             progress(**now)
 
+        begun: deque[int] = deque()
+        unseen = 0
+
+        def finish() -> None:
+            turn = begun.popleft()
+            try:
+                transport.finish(min(stall, max(deadline - time.monotonic(), 0.0)), moved)
+            except PeerFailure as e:
+                raise presence.judge(turn, e) from e
+            now["step"] = turn + 1
+            check_cancelled(lambda: self.cancelled)
+
         for turn, step in enumerate(steps):
             left = deadline - time.monotonic()
             if left <= 0:
@@ -331,17 +341,23 @@ class Epoch:
                     f"rank {self.rank} had done {turn} of {len(steps)} steps at the round's deadline; raise it",
                     self.rank,
                 )
-            # A partner stuck in an exchange finds out after `stall`; who only waits for it gives it that
-            # time.
-            presence.enter(turn, step.peers, min(stall * 1.5, left))
+            if unseen == 0 or unseen >= transport.check_bytes:
+                # A partner stuck in an exchange finds out after `stall`; who only waits for it gives it that
+                # time.
+                presence.enter(turn, step.peers, min(stall * 1.5, left))
+                whole = whole and (not sending or self._slab.read_stamp() == stamp)
+                unseen = 0
+            unseen += max(step.local_bytes, 1)
             try:
-                transport.run(step, self._local, min(stall, left), moved)
+                transport.begin(step, self._local)
             except PeerFailure as e:
                 raise presence.judge(turn, e) from e
-            now["step"] = turn + 1
-            whole = whole and (not sending or self._slab.read_stamp() == stamp)
-            check_cancelled(lambda: self.cancelled)
-        return whole
+            begun.append(turn)
+            if len(begun) >= transport.depth:
+                finish()
+        while begun:
+            finish()
+        return whole and (not sending or self._slab.read_stamp() == stamp)
 
     def _local(self, part: LocalPart) -> torch.Tensor:
         region = self._slab.tensor(self._manifest.tensors[part.tensor])

@@ -175,15 +175,19 @@ class Plan:
 
     # -- one rank ------------------------------------------------------------------------------------------
 
-    def local(self, rank: int) -> tuple[LocalStep, ...]:
-        """What `rank` does, in order: all that it needs to keep of a plan."""
+    def local(self, rank: int, collective: bool = False) -> tuple[LocalStep, ...]:
+        """What `rank` does, in order: all that it needs to keep of a plan. `collective`: with the steps in which
+        it moves nothing, for transports that need every rank in every step."""
         sends = rank < self.trainer_ranks
         side = [s.source if sends else s.target for s in self.steps]
-        own = [(i, s) for i, s in enumerate(self.steps) if rank in side[i].ranks]
         flows = self._sent_flows(rank) if sends else self._received_flows(rank)
         readers = {key: _Flow(parts) for key, parts in flows.items()}
         result: list[LocalStep] = []
-        for index, step in own:
+        for index, step in enumerate(self.steps):
+            if rank not in side[index].ranks:
+                if collective:
+                    result.append(LocalStep(index, step, sends, ()))
+                continue
             blocks: list[LocalBlock] = []
             for number in step.sent_blocks(rank) if sends else step.received_blocks(rank):
                 key, start = step.flow(number), step.starts[number]

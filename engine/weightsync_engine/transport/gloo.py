@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +13,8 @@ import torch
 from torch.distributed import ProcessGroupGloo
 
 from ..plan.plan import LocalStep
-from .base import Failure, LocalTensor, PeerFailure
+from ..plan.validate import Envelope
+from .base import Failure, LocalTensor, PeerFailure, Transport
 from .store import EpochStore, GlooStore
 
 _PIECE_BYTES = 64 << 20
@@ -19,16 +22,22 @@ _PIECE_BYTES = 64 << 20
 _TAGS = 1 << 30
 
 
-class GlooTransport:
+class GlooTransport(Transport):
     """A gloo process group of `world` ranks, met through the epoch's signed store.
 
     Connects to every peer. Raises `PeerFailure` that names the rank whose address did not come by `deadline`
     (monotonic seconds), or `Failure` if `host` is not an address of this pod.
     """
 
+    envelope = Envelope(max_local_bytes=64 << 20)
+    collective = False
+    depth = 1
+    check_bytes = 0
+
     def __init__(self, store: EpochStore, rank: int, world: int, host: str, deadline: float) -> None:
         self._rank = rank
         self._tags: dict[tuple[int, bool], int] = {}
+        self._begun: deque[_Begun] = deque()
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         try:
             options._devices = [ProcessGroupGloo.create_device(hostname=host)]
@@ -47,13 +56,12 @@ class GlooTransport:
                 rank,
             ) from e
 
-    def run(
-        self, step: LocalStep, local: LocalTensor, stall_seconds: float, moved: Callable[[int], None]
-    ) -> None:
-        if self._group is None:
-            raise PeerFailure("Closed", "the communicator is closed", self._rank)
-        pending: list[tuple[object, int, torch.Tensor]] = []
-        arriving: list[tuple[list[torch.Tensor], torch.Tensor]] = []
+    @staticmethod
+    def runtime() -> dict[str, Any]:
+        return {}
+
+    def begin(self, step: LocalStep, local: LocalTensor) -> None:
+        begun = _Begun(step)
         for block in step.blocks:
             regions = [local(part) for part in block.parts]
             alone = regions[0].reshape(-1) if len(regions) == 1 and regions[0].is_contiguous() else None
@@ -63,22 +71,28 @@ class GlooTransport:
                 data = alone
             else:
                 data = torch.empty(step.step.block, dtype=regions[0].dtype)
-                arriving.append((regions, data))
+                begun.arriving.append((regions, data))
             for peer in block.peers:
-                pending += self._post(data.view(torch.uint8), peer, step.sends)
-        for work, peer, data in pending:
-            self._finish(work, peer, step, stall_seconds)
+                begun.pending += self._post(data.view(torch.uint8), peer, step.sends)
+        self._begun.append(begun)
+
+    def finish(self, stall_seconds: float, moved: Callable[[int], None]) -> None:
+        begun = self._begun.popleft()
+        for work, peer, data in begun.pending:
+            self._finish(work, peer, begun.step, stall_seconds)
             moved(data.numel())
-        for regions, data in arriving:
+        for regions, data in begun.arriving:
             for region, flat in zip(regions, torch.split(data, [r.numel() for r in regions]), strict=True):
                 region.copy_(flat.view(region.shape))
 
     def close(self) -> None:
         group, self._group = self._group, None
+        self._begun.clear()
         del group  # its connections end with it; shutdown() would wait for peers
 
     def _post(self, data: torch.Tensor, peer: int, sending: bool) -> list[tuple[object, int, torch.Tensor]]:
-        assert self._group is not None
+        if self._group is None:
+            raise PeerFailure("Closed", "the communicator is closed", self._rank)
         posted: list[tuple[object, int, torch.Tensor]] = []
         for start in range(0, data.numel(), _PIECE_BYTES):
             piece = data[start : start + _PIECE_BYTES]
@@ -114,3 +128,12 @@ class GlooTransport:
             f"them ({str(error)[:200]})",
             peer,
         )
+
+
+@dataclass
+class _Begun:
+    step: LocalStep
+    pending: list[tuple[object, int, torch.Tensor]] = field(default_factory=list)
+    """(work, peer, bytes) of each message."""
+    arriving: list[tuple[list[torch.Tensor], torch.Tensor]] = field(default_factory=list)
+    """Regions to fill from what arrives in one piece."""

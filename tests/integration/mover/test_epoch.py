@@ -16,7 +16,7 @@ from weightsync_engine.layout.shards import shard_boxes
 from weightsync_engine.mover import epoch as epoch_module
 from weightsync_engine.mover.epoch import Epoch
 from weightsync_engine.mover.slab import Slab
-from weightsync_engine.plan.validate import M2N, Envelope
+from weightsync_engine.plan.validate import Envelope
 from weightsync_engine.protocol.messages import Rendezvous
 from weightsync_engine.protocol.mover import MoverJoin, MoverTransfer
 from weightsync_engine.transport.base import Failure
@@ -173,8 +173,8 @@ def test_a_rank_whose_plan_differs_is_named(world, monkeypatch):
     w = world()
     compile_plan = epoch_module.compile_plan
 
-    def differing(sources, workers, trainers):
-        limits = Envelope(max_targets=1) if threading.get_ident() == other else M2N
+    def differing(sources, workers, trainers, limits):
+        limits = Envelope(max_targets=1) if threading.get_ident() == other else limits
         return compile_plan(sources, workers, trainers, limits)
 
     other = None

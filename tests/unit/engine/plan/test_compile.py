@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 import random
 
 import numpy as np
@@ -90,37 +91,68 @@ def run(sources, workers, trainers, envelope=M2N):
     return plan
 
 
+MESHES = [(1,), (2,), (3,), (4,), (5,), (6,), (2, 2), (2, 3), (3, 2), (1, 4), (2, 1, 2), (1, 2, 3)]
+
+
+@st.composite
+def placements_of(draw, mesh, dims):
+    """Replicated, cut along one or several dimensions, HSDP, and FSDP over TP on one dimension."""
+    found = []
+    for _ in mesh:
+        found.append(draw(st.one_of(st.just(Replicate()), st.builds(Shard, st.integers(0, dims - 1)))))
+    if len(mesh) > 1 and draw(st.booleans()):
+        dim = draw(st.integers(0, dims - 1))
+        found[-2:] = StridedShard(dim, mesh[-1]), Shard(dim)
+    return tuple(found)
+
+
 @st.composite
 def one_parameter(draw, name, trainers, servers):
-    """A source and, per worker, where it lands: cut, replicated or repeated for neighbours, inside a larger
-    tensor."""
-    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)))
-    placement = draw(st.one_of(st.just(Replicate()), st.builds(Shard, st.integers(0, len(shape) - 1))))
-    source = fsdp(name, shape, trainers, placement=placement)
-    if trainers % 2 == 0 and draw(st.booleans()):
-        dim = draw(st.integers(0, len(shape) - 1))
-        pair = draw(
-            st.sampled_from(
-                [(Replicate(), Shard(dim)), (Shard(dim), Replicate()), (StridedShard(dim, 2), Shard(dim))]
-            )
+    """A source and, per worker, where it lands.
+
+    Source: any mesh over some of the trainer's ranks in any order, or a region of a stacked tensor. Workers:
+    cut, replicated, repeated for neighbours or for every n-th, held by some workers only (experts), held
+    twice, inside a larger tensor.
+    """
+    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
+    within, tensor = None, shape
+    if draw(st.integers(0, 3)) == 0:
+        stack = draw(st.integers(1, 4))
+        tensor = (stack, *(n + draw(st.integers(0, 2)) for n in shape))
+        at = (
+            draw(st.integers(0, stack - 1)),
+            *(draw(st.integers(0, t - n)) for t, n in zip(tensor[1:], shape, strict=True)),
         )
-        ranks = draw(st.permutations(range(trainers)))
-        source = dataclasses.replace(source, mesh=Mesh((trainers // 2, 2), tuple(ranks)), placements=pair)
+        within = Within(f"stack of {name}", tensor, at)
+    dims = draw(st.sampled_from([m for m in MESHES if math.prod(m) <= trainers]))
+    ranks = draw(st.permutations(range(trainers)))[: math.prod(dims)]
+    if draw(st.booleans()):
+        ranks = sorted(ranks)
+    dtype = draw(st.sampled_from(["float32", "bfloat16"]))
+    source = SourceParameter(
+        name, shape, dtype, Mesh(dims, tuple(ranks)), draw(placements_of(dims, len(tensor))), within
+    )
     spots = []
     for size in servers:
         groups = draw(st.sampled_from([g for g in range(1, size + 1) if size % g == 0]))
         axis = draw(st.integers(0, len(shape) - 1))
-        outer = draw(st.booleans())
+        outer, twice = draw(st.booleans()), draw(st.integers(0, 5)) == 0
+        only = draw(st.integers(0, size - 1)) if draw(st.integers(0, 3)) == 0 else None
         for w in range(size):
             shard = w // (size // groups) if outer else w % groups
             cut = SourceParameter("", shape, "int8", Mesh((groups,), tuple(range(groups))), (Shard(axis),))
-            box = shard_boxes(cut)[shard]
+            box = shard_boxes(cut)[shard] if only is None else (Box.whole(shape) if w == only else None)
             if box is None:
                 spots.append([])
                 continue
-            pad = tuple(draw(st.integers(0, 2)) for _ in shape)
-            tensor = tuple(n + p + draw(st.integers(0, 1)) for n, p in zip(box.shape, pad, strict=True))
-            spots.append([(box, tensor, pad, f"live {name}")])
+            extra = (1,) if draw(st.integers(0, 4)) == 0 else ()
+            pad = (*(0 for _ in extra), *(draw(st.integers(0, 2)) for _ in shape))
+            held = (
+                *(2 for _ in extra),
+                *(n + p + draw(st.integers(0, 1)) for n, p in zip(box.shape, pad[len(extra) :], strict=True)),
+            )
+            places = [(box, held, pad, f"live {name}")]
+            spots.append([*places, (box, held, pad, f"second {name}")] if twice else places)
     return source, spots
 
 
@@ -141,7 +173,7 @@ def worlds(draw):
 
 
 @given(worlds())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_every_element_arrives_once_per_copy_and_inside_the_envelope(world):
     run(*world)
 
