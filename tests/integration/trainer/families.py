@@ -26,8 +26,8 @@ _DEEPSEEK: dict[str, Any] = dict(
     n_group=2, topk_group=1,
 )  # fmt: skip
 _VISION: dict[str, Any] = {
-    "depth": 1, "hidden_size": 16, "embed_dim": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4,
-    "spatial_merge_size": 2, "temporal_patch_size": 2,
+    "depth": 1, "hidden_size": 16, "embed_dim": 16, "intermediate_size": 24, "num_heads": 2,
+    "out_hidden_size": 32, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2,
 }  # fmt: skip
 
 
