@@ -206,14 +206,15 @@ class Epoch:
         if not isinstance(self._manifest, TrainerManifest):
             places = self._manifest.tensors.values()
         else:
-            for source in self._manifest.sources:
-                place = self._manifest.tensors.get(source.name)
+            # Parameters that are regions of one tensor have its layout.
+            for source in {s.tensor: s for s in self._manifest.sources}.values():
+                place = self._manifest.tensors.get(source.tensor)
                 box = shard_boxes(source).get(self.rank)
                 held = (place.shape, place.dtype) if place is not None and 0 not in place.shape else None
                 if held != ((box.shape, source.dtype) if box is not None else None):
                     return Problem(
                         reason="BadSource",
-                        message=f"{source.name!r}: by its mesh trainer rank {self.rank} holds "
+                        message=f"{source.tensor!r}: by its mesh trainer rank {self.rank} holds "
                         f"{box.shape if box else 'nothing'} of {source.dtype}, its snapshot has {held}",
                         rank=self.rank,
                     )
