@@ -24,7 +24,7 @@ from ..layout.codec import (
     encode_sources,
     encode_worker,
 )
-from ..layout.shards import LayoutError, shard_boxes
+from ..layout.shards import LayoutError
 from ..layout.tensors import DTYPE_BYTES, SourceParameter, TrainerManifest, WorkerManifest
 from ..plan.compile import Worker, compile_plan
 from ..plan.steps import LocalPart, Plan, PlanError, exchanges
@@ -36,7 +36,7 @@ from ..transport.gloo import GlooTransport
 from ..transport.presence import Presence
 from ..transport.store import EpochStore, check_cancelled, connect_store
 from .slab import Slab
-from .verify import Sums, judge_digests, source_sums, target_sums
+from .verify import Sums, judge_digests, shards_of, source_sums, target_sums
 
 STALL_SECONDS = 30.0
 """A peer that does nothing for this long is given up, or for a third of the deadline if that is shorter."""
@@ -207,9 +207,9 @@ class Epoch:
             places = self._manifest.tensors.values()
         else:
             # Parameters that are regions of one tensor have its layout.
-            for source in {s.tensor: s for s in self._manifest.sources}.values():
+            one_each = {s.tensor: s for s in self._manifest.sources}.values()
+            for source, box in shards_of(one_each, self.rank):
                 place = self._manifest.tensors.get(source.tensor)
-                box = shard_boxes(source).get(self.rank)
                 held = (place.shape, place.dtype) if place is not None and 0 not in place.shape else None
                 if held != ((box.shape, source.dtype) if box is not None else None):
                     return Problem(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -30,15 +30,21 @@ def source_sums(sources: Sequence[SourceParameter], rank: int, local: LocalTenso
     return dict(zip((source.name for source, _, _ in held), box_digests(tensors()), strict=True))
 
 
-def _held(sources: Sequence[SourceParameter], rank: int) -> Iterator[tuple[SourceParameter, LocalPart, Box]]:
-    """What a trainer rank holds: parameter, where it is in the snapshot, which elements of the parameter it is."""
+def shards_of(sources: Iterable[SourceParameter], rank: int) -> Iterator[tuple[SourceParameter, Box | None]]:
+    """Each source with the box of the trainer's tensor that a trainer rank holds. Raises `LayoutError`."""
     # Thousands of parameters share few layouts, whose meshes may have thousands of ranks.
     shards: dict[tuple[Mesh, tuple[Placement, ...], tuple[int, ...]], Box | None] = {}
     for source in sources:
         layout = (source.mesh, source.placements, source.tensor_shape)
         if layout not in shards:
             shards[layout] = shard_boxes(source).get(rank)
-        shard, region = shards[layout], source.region
+        yield source, shards[layout]
+
+
+def _held(sources: Sequence[SourceParameter], rank: int) -> Iterator[tuple[SourceParameter, LocalPart, Box]]:
+    """What a trainer rank holds: parameter, where it is in the snapshot, which elements of the parameter it is."""
+    for source, shard in shards_of(sources, rank):
+        region = source.region
         inside = shard.intersect(region) if shard is not None else None
         if shard is None or inside is None:
             continue

@@ -146,9 +146,9 @@ class Publisher:
             self._slab = Slab.create(size)
             self._views = {name: self._slab.tensor(place) for name, place in self._places.items()}
             self._layout = _layout(held)
-            manifest = TrainerManifest(self._peers.rank, sources, dict(self._places))
+            self._manifest = TrainerManifest(self._peers.rank, sources, dict(self._places))
             self._mover = MoverSupervisor(
-                "trainer", local_rank, self._slab, manifest, run_dir, on_outcome=self._on_outcome
+                "trainer", local_rank, self._slab, self._manifest, run_dir, on_outcome=self._on_outcome
             )
             path = str(self._mover.socket_path)
         except Exception as e:
