@@ -55,7 +55,7 @@ class Held:
     """One of the trainer's tensors as this rank holds it now."""
 
     name: str
-    """Of the tensor in the snapshot: the checkpoint name where it is one parameter, else the trainer's name."""
+    """Of the tensor in the snapshot: the checkpoint name where it is one parameter, else by the trainer's name."""
     tensor: torch.Tensor
     """The DTensor, or the plain tensor: kept, its local part read at every publish."""
     wire: torch.dtype
@@ -183,7 +183,7 @@ class Sources:
                     raise PublishError(
                         f"two different tensors are named {name!r} ({other!r} and {trainer_name!r}): check `names`"
                     )
-            key = rule if isinstance(rule, str) else trainer_name
+            key = rule if isinstance(rule, str) else _key(trainer_name, tensor, rule)
             if key in found:
                 raise PublishError(f"two different tensors are named {key!r}: check `names`")
             wire = self._wire(trainer_name, names, tensor, wires.get(id(tensor)))
@@ -320,6 +320,12 @@ def checkpoint_names(module: nn.Module) -> Callable[[str], str | None | list[tup
         return [(p.name, p.at, p.shape) for p in said] if isinstance(said, tuple) else said
 
     return names
+
+
+def _key(name: str, tensor: torch.Tensor, parts: tuple[Part, ...]) -> str:
+    """What a tensor of several parameters is called in the snapshot. A plain tensor may hold other experts on each
+    rank under one trainer's name, so what it holds belongs to its name."""
+    return name if isinstance(tensor, DTensor) else f"{name}:{parts[0].name}"
 
 
 def _aliases(
@@ -484,12 +490,11 @@ def merge(said: Sequence[Sequence[dict[str, Any]]]) -> tuple[SourceParameter, ..
 def _differ(name: str, what: str, first: tuple[int, Any], other: tuple[int, Any]) -> str:
     mine, theirs = first[1].get(what), other[1].get(what)
     if what == "parts":
-        where = f"rank {first[0]} and on rank {other[0]}"
-        if mine is None or theirs is None or mine[0] == theirs[0]:
-            return f"tensor {name!r} is cut into other checkpoint parameters on {where}"
-        return (
-            f"tensor {name!r} holds {mine[0][0]!r} on rank {first[0]} and {theirs[0][0]!r} on rank {other[0]}"
-        )
+        if mine is not None and theirs is not None and mine[0][0] != theirs[0][0]:
+            held = f"holds {mine[0][0]!r} on rank {first[0]} and {theirs[0][0]!r} on rank {other[0]}"
+        else:
+            held = f"is cut into other checkpoint parameters on rank {first[0]} than on rank {other[0]}"
+        return f"tensor {name!r} {held}: `names` must answer alike on all ranks"
     return f"parameter {name!r}: {what} is {mine} on rank {first[0]} and {theirs} on rank {other[0]}"
 
 

@@ -228,11 +228,14 @@ def stacked() -> None:
 def stages() -> None:
     """Pipeline stages: each rank has names of its own, and one that all have."""
     rank = dist.get_rank()
-    pairs = [("all", torch.ones(3)), (f"stage.{rank}", torch.full((4, 2), float(rank)))]
+    across = torch.arange(6.0).reshape(2, 3).t()  # not contiguous
+    pairs = [("all", across), (f"stage.{rank}", torch.full((4, 2), float(rank)))]
     cut = {f"stage.{rank}": [(f"layer.{2 * rank + i}", (2 * i, 0), (2, 2)) for i in range(2)]}
     with Publisher(pairs, names=cut, timeout=60) as publisher:
+        publisher.publish("v1")
         report(
             {
+                "across": snapshot(publisher)["all"] == bits(across),
                 "sources": [[s.name, list(s.mesh.ranks), s.tensor] for s in publisher._manifest.sources],
                 "tensors": sorted(publisher._manifest.tensors),
             }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 
 from weightsync_engine.layout.tensors import SourceParameter
 from weightsync_engine.trainer import PublishError, checkpoint_names
-from weightsync_engine.trainer.sources import Held, Sources, merge
+from weightsync_engine.trainer.sources import Held, Sources, checkpoint_rules, merge
 
 pytestmark = pytest.mark.timeout(600)  # the first import of transformers' models takes a while
 
@@ -67,7 +68,7 @@ def test_a_model_that_was_loaded_is_named_as_its_checkpoint(family: str, tmp_pat
 
 def test_stacked_experts_become_one_parameter_per_expert_without_a_copy() -> None:
     held, sources, _ = sent(FAMILIES["qwen3-moe"]())
-    stacked = held["model.layers.1.mlp.experts.gate_up_proj"]
+    stacked = next(h for n, h in held.items() if n.startswith("model.layers.1.mlp.experts.gate_up_proj"))
     assert stacked.tensor.shape == (4, 32, 32) and stacked.parts is not None and len(stacked.parts) == 8
     up = sources["model.layers.1.mlp.experts.3.up_proj.weight"]
     assert (up.shape, up.tensor, up.tensor_shape) == ((16, 32), stacked.name, (4, 32, 32))
@@ -95,6 +96,20 @@ def test_what_is_refused_can_be_named_or_left_out_by_the_user() -> None:
     experts = {n: None for n, _ in model.named_parameters() if "experts" in n}
     held, _, _ = sent(model, names=experts)
     assert held and not [n for n in held if "experts" in n]
+
+
+def test_all_of_deepseek_v3_is_named_in_seconds() -> None:
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    with torch.device("meta"):
+        model = DeepseekV3ForCausalLM(DeepseekV3Config())
+    shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    started = time.process_time()
+    rules = checkpoint_rules(model, shapes)
+    assert time.process_time() - started < 10
+    names = [p.name for rule in rules.values() if isinstance(rule, tuple) for p in rule]
+    experts = [f"model.layers.{i}.mlp.experts.{e}." for i in range(3, 61) for e in range(256)]
+    assert sorted(names) == sorted(e + f"{n}_proj.weight" for e in experts for n in ("gate", "up", "down"))
 
 
 # ---- around the model --------------------------------------------------------------------------------------
@@ -171,10 +186,11 @@ def test_the_wire_dtype_goes_by_checkpoint_name_or_by_the_trainers() -> None:
     model = FAMILIES["deepseek-v3"]()
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     stacked = "model.layers.1.mlp.experts.gate_up_proj"
-    held, sources, _ = sent(model, dtype=lambda n, t: None if n == bias else torch.bfloat16)
-    assert (sources[bias].dtype, held[stacked].wire) == ("float32", torch.bfloat16)
-    held, sources, _ = sent(model, dtype={stacked: torch.bfloat16})
-    assert sources["model.layers.1.mlp.experts.0.gate_proj.weight"].dtype == "bfloat16"
+    gate = "model.layers.1.mlp.experts.0.gate_proj.weight"
+    _, sources, _ = sent(model, dtype=lambda n, t: None if n == bias else torch.bfloat16)
+    assert (sources[bias].dtype, sources[gate].dtype) == ("float32", "bfloat16")
+    _, sources, _ = sent(model, dtype={stacked: torch.bfloat16})
+    assert sources[gate].dtype == "bfloat16"
     assert sources["model.layers.1.mlp.experts.0.down_proj.weight"].dtype == "float32"
     with pytest.raises(PublishError, match="stacked in one tensor travels in one dtype"):
-        sent(model, dtype={"model.layers.1.mlp.experts.0.gate_proj.weight": torch.bfloat16})
+        sent(model, dtype={gate: torch.bfloat16})

@@ -141,9 +141,10 @@ def test_stacked_experts_arrive_in_the_snapshot_as_the_checkpoint_has_them(
 def test_stages_with_names_of_their_own_agree_on_one_list(three: Ranks) -> None:
     said = three.run("stages")
     assert said[0]["sources"] == said[1]["sources"] == said[2]["sources"]
+    assert all(s["across"] for s in said)  # a transposed view is sent as what it shows
     sources = {name: (ranks, tensor) for name, ranks, tensor in said[0]["sources"]}
-    assert sources["all"] == ([0, 1, 2], "all") and sources["layer.3"] == ([1], "stage.1")
-    assert [s["tensors"] for s in said] == [["all", "stage.0"], ["all", "stage.1"], ["all", "stage.2"]]
+    assert sources["all"] == ([0, 1, 2], "all") and sources["layer.3"] == ([1], "stage.1:layer.2")
+    assert [s["tensors"] for s in said] == [["all", f"stage.{r}:layer.{2 * r}"] for r in range(3)]
 
 
 # ---- what is refused, on all ranks at once -----------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import nn
 from weightsync_engine.layout.tensors import Mesh, Replicate, SourceParameter, Within
 from weightsync_engine.trainer.handle import PublishError
 from weightsync_engine.trainer.naming import Part, checked
-from weightsync_engine.trainer.sources import Sources, merge, pack, unpack
+from weightsync_engine.trainer.sources import Sources, fingerprint, merge, pack, unpack
 
 # ---- regions -----------------------------------------------------------------------------------------------
 
@@ -21,12 +21,12 @@ def test_a_function_may_cut_a_tensor_into_checkpoint_parameters() -> None:
     qkv = nn.Linear(4, 8, bias=False)
     cut = [("q", (0, 0), (4, 4)), ("k", (4, 0), (2, 4)), ("v", (6, 0), (2, 4))]
     (held,) = Sources(qkv, names=lambda n: cut).held()
-    assert (held.name, held.parts) == ("weight", tuple(Part(*c) for c in cut))
+    assert (held.name, held.parts) == ("weight:q", tuple(Part(*c) for c in cut))
     q, k, v = merge([[held.describe()]] * 2)
     assert k == SourceParameter(
-        "k", (2, 4), "float32", Mesh((2,), (0, 1)), (Replicate(),), Within("weight", (8, 4), (4, 0))
+        "k", (2, 4), "float32", Mesh((2,), (0, 1)), (Replicate(),), Within("weight:q", (8, 4), (4, 0))
     )
-    assert (q.tensor, v.tensor) == ("weight", "weight")
+    assert (q.tensor, v.tensor) == ("weight:q", "weight:q")
 
 
 def test_padding_stays_behind() -> None:
@@ -67,19 +67,36 @@ def test_a_checkpoint_name_given_twice_is_refused_across_tensors_and_across_rank
         [h.describe() for h in Sources([pair], names=lambda n: [("x", (0,), (2,))]).held()]
         for pair in tensors
     ]
-    with pytest.raises(PublishError, match="'x', 'a' on rank 0 and 'b' on rank 1"):
+    with pytest.raises(PublishError, match="'x', 'a:x' on rank 0 and 'b:x' on rank 1"):
         merge(said)
+
+
+def test_plain_experts_of_each_rank_may_share_one_name_in_the_trainer() -> None:
+    """Expert parallelism without DTensors: [E / ranks, H] on every rank, other experts on each."""
+
+    def of(rank: int) -> list[dict[str, Any]]:
+        cut = [(f"experts.{2 * rank + i}", (i, 0), (4,)) for i in range(2)]
+        held = Sources([("experts", torch.full((2, 4), float(rank)))], names=lambda n: cut).held()
+        return [{**h.describe(), "fingerprint": fingerprint(h)} for h in held]
+
+    sources = merge([of(0), of(1)])
+    assert [(s.name, s.mesh.ranks, s.shape) for s in sources] == [
+        (f"experts.{e}", (e // 2,), (4,)) for e in range(4)
+    ]
+    assert len({s.tensor for s in sources}) == 2
 
 
 def test_ranks_that_cut_one_tensor_differently_are_named() -> None:
     said = [
         [
             h.describe()
-            for h in Sources([("w", torch.zeros(4))], names=lambda n, r=rank: [(r, (0,), (2,))]).held()
+            for h in Sources([("w", torch.zeros(4))], names=lambda n, r=rows: [("x", (0,), (r,))]).held()
         ]
-        for rank in ("expert-0", "expert-1")
+        for rows in (2, 3)
     ]
-    with pytest.raises(PublishError, match="'w' holds 'expert-0' on rank 0 and 'expert-1' on rank 1"):
+    with pytest.raises(
+        PublishError, match="'w:x' is cut into other checkpoint parameters on rank 0 than on rank 1"
+    ):
         merge(said)
 
 
@@ -87,7 +104,7 @@ def test_tied_tensors_that_are_cut_alike_are_sent_once_and_others_refused() -> N
     one = torch.zeros(4)
     pairs = [("a", one), ("b", one)]
     sources = Sources(pairs, names=lambda n: [(n + "0", (0,), (2,)), (n + "1", (2,), (2,))])
-    assert [h.name for h in sources.held()] == ["a"] and sources.aliases == {"b0": "a0", "b1": "a1"}
+    assert [h.name for h in sources.held()] == ["a:a0"] and sources.aliases == {"b0": "a0", "b1": "a1"}
     with pytest.raises(PublishError, match="one tensor, but `names` cuts them differently"):
         Sources(pairs, names={"a": [("a0", (0,), (2,))]}).held()
 
