@@ -20,6 +20,7 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from ..layout.shards import LayoutError, check_source
 from ..layout.tensors import (
     DTYPE_BYTES,
     Mesh,
@@ -203,8 +204,9 @@ class Sources:
             return self._by_function
         if self._rules is None:
             self._rules = checkpoint_rules(self._module, dict(shapes))
-        if self._module is not None:
-            # The rest of the rules cannot change while names and shapes stay.
+            self._adapters = adapter_names(self._module) if self._module is not None else {}
+        elif self._adapters and self._module is not None:
+            # The other rules cannot change while names and shapes stay.
             self._adapters = adapter_names(self._module)
         return self._by_rules
 
@@ -470,6 +472,7 @@ def merge(said: Sequence[Sequence[dict[str, Any]]]) -> tuple[SourceParameter, ..
     if not layout:
         raise PublishError("there are no parameters to publish")
     meshes: dict[Any, Mesh] = {}
+    right: set[tuple[Mesh, tuple[Placement, ...], int]] = set()
     sources: list[SourceParameter] = []
     tensor_of: dict[str, str] = {}
     for name, (_, entry) in layout.items():
@@ -484,7 +487,20 @@ def merge(said: Sequence[Sequence[dict[str, Any]]]) -> tuple[SourceParameter, ..
                 )
             within = None if at is None else Within(name, shape, tuple(at))
             sources.append(SourceParameter(part, tuple(extent), entry["dtype"], mesh, placements, within))
+        if (mesh, placements, len(shape)) not in right:
+            _check_layout(name, sources[-1])
+            right.add((mesh, placements, len(shape)))
     return tuple(sources)
+
+
+def _check_layout(name: str, source: SourceParameter) -> None:
+    try:
+        check_source(source)
+    except LayoutError as e:
+        raise PublishError(
+            f"tensor {name!r}: {e}. Its shards are not what Shard, Replicate, or FSDP over tensor parallelism "
+            "make of a whole tensor (as of a packed one, cut part by part): publish its parts as DTensors of their own"
+        ) from None
 
 
 def _differ(name: str, what: str, first: tuple[int, Any], other: tuple[int, Any]) -> str:
