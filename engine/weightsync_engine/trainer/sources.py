@@ -64,11 +64,27 @@ class Held:
     """Not a buffer."""
     parts: tuple[Part, ...] | None = None
     """The checkpoint parameters in it; None: it is one, called `name`."""
+    packed: tuple[int, int, int] | None = None
+    """(dim, i, n): this is the i-th of n equal parts along `dim` of the tensor, each of which is sharded by itself
+    (gate and up of a packed tensor under tensor parallelism)."""
 
     @property
     def local(self) -> torch.Tensor:
         """This rank's part, without copy."""
-        return self.tensor._local_tensor if isinstance(self.tensor, DTensor) else self.tensor.detach()
+        local = self.tensor._local_tensor if isinstance(self.tensor, DTensor) else self.tensor.detach()
+        if self.packed is None:
+            return local
+        dim, i, n = self.packed
+        size = local.shape[dim] // n
+        return local.narrow(dim, i * size, size)
+
+    @property
+    def shape(self) -> list[int]:
+        """Of the whole tensor, or of its part."""
+        shape = list(self.tensor.shape)
+        if self.packed is not None:
+            shape[self.packed[0]] //= self.packed[2]
+        return shape
 
     def describe(self) -> dict[str, Any]:
         """Layout as plain values, for comparison between ranks. Raises `PublishError`."""
@@ -76,9 +92,13 @@ class Held:
         if isinstance(self.tensor, DTensor):
             mesh = _mesh(self.tensor.device_mesh)
             placements = [_placement(self.name, p, self.tensor.ndim) for p in self.tensor.placements]
+            if self.packed is not None:
+                at = _packed(self.tensor)
+                assert at is not None
+                placements[at] = ["shard", self.packed[0]]
         return {
             "name": self.name,
-            "shape": list(self.tensor.shape),
+            "shape": self.shape,
             "dtype": _dtype_name(self.wire),
             "mesh": mesh,
             "placements": placements,
@@ -188,7 +208,8 @@ class Sources:
             if key in found:
                 raise PublishError(f"two different tensors are named {key!r}: check `names`")
             wire = self._wire(trainer_name, names, tensor, wires.get(id(tensor)))
-            found[key] = _checked(Held(key, tensor, wire, parameter, None if isinstance(rule, str) else rule))
+            held = _checked(Held(key, tensor, wire, parameter, None if isinstance(rule, str) else rule))
+            found.update((h.name, h) for h in _unpacked(held))
             owner[identity] = (trainer_name, rule)
         self.aliases = aliases
         return list(found.values())
@@ -343,6 +364,45 @@ def _aliases(
             "one of them None"
         )
     return {p.name: sent[p.at, p.shape] for p in rule if p.name != sent[p.at, p.shape]}
+
+
+def _packed(tensor: DTensor) -> int | None:
+    """Which placement cuts each of several parts of the tensor by itself: a strided shard with nothing inside."""
+    mesh, placements = tensor.device_mesh, tensor.placements
+    for at, placement in enumerate(placements):
+        if isinstance(placement, _StridedShard):
+            dim = placement.dim % tensor.ndim
+            others = [p for i, p in enumerate(placements) if i != at and not isinstance(p, TorchReplicate)]
+            alone = all(getattr(p, "dim", dim) % tensor.ndim != dim for p in others)
+            even = tensor.shape[dim] % (int(placement.split_factor) * mesh.size(at)) == 0
+            return at if alone and even else None
+    return None
+
+
+def _unpacked(held: Held) -> list[Held]:
+    """The parts of a packed tensor that are sharded by themselves, as tensors of their own.
+
+    As it is where it is not packed, or where a checkpoint parameter reaches over several parts: then `merge` refuses
+    its layout.
+    """
+    at = _packed(held.tensor) if isinstance(held.tensor, DTensor) else None
+    if at is None or held.parts is None:
+        return [held]
+    placement: Any = held.tensor.placements[at]  # type: ignore[attr-defined]
+    dim, n = placement.dim % held.tensor.ndim, int(placement.split_factor)
+    size = held.tensor.shape[dim] // n
+    inside: list[list[Part]] = [[] for _ in range(n)]
+    for part in held.parts:
+        i = part.at[dim] // size
+        if part.region.stop[dim] > (i + 1) * size:
+            return [held]
+        moved = tuple(a - i * size if d == dim else a for d, a in enumerate(part.at))
+        inside[i].append(Part(part.name, moved, part.shape))
+    return [
+        Held(f"{held.name}#{i}", held.tensor, held.wire, held.parameter, tuple(parts), (dim, i, n))
+        for i, parts in enumerate(inside)
+        if parts
+    ]
 
 
 def _checked(held: Held) -> Held:

@@ -14,7 +14,7 @@ _DENSE: dict[str, Any] = {
     "eos_token_id": None,
 }  # fmt: skip
 _MOE: dict[str, Any] = {
-    "moe_intermediate_size": 16,
+    "moe_intermediate_size": 24,
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "decoder_sparse_step": 1,

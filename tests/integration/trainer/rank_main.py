@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from tests.integration.trainer.families import FAMILIES
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from weightsync_engine import Publisher, PublishError
 from weightsync_engine.layout.shards import shard_boxes
@@ -183,20 +184,39 @@ def snapshot_of(publisher: Publisher) -> dict[str, list[Any]]:
     return found
 
 
+def packed(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """As tensor parallelism cuts `gate_up_proj [E, 2I, H]`: a part of each half on every rank."""
+    halves = tensor.detach().chunk(2, dim=1)
+    local = torch.cat([half.chunk(mesh.size(), dim=1)[mesh.get_rank()] for half in halves], dim=1)
+    return DTensor.from_local(
+        local,
+        mesh,
+        [_StridedShard(1, split_factor=2)],
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
 def stacked() -> None:
     """Models whose live names and stacking are not their checkpoints', sharded as trainers shard them."""
     from torch.distributed.fsdp import fully_shard
 
     world = dist.get_world_size()
     said = {}
-    for family in ("qwen3-moe", "qwen2.5-vl", "mixtral, experts over ranks"):
+    for family in ("qwen3-moe", "qwen2.5-vl", "mixtral, experts over ranks", "qwen3-moe, packed"):
         model = FAMILIES[family.partition(",")[0]]()
         folder = Path(tempfile.gettempdir()) / family
         model.save_pretrained(folder)  # only rank 0 writes
         dist.barrier()
         file = load_file(folder / "model.safetensors")
         mesh = init_device_mesh("cpu", (world,))
-        if "," in family:
+        if "packed" in family:
+            for layer in model.model.layers:
+                layer.mlp.experts.gate_up_proj = torch.nn.Parameter(
+                    packed(layer.mlp.experts.gate_up_proj, mesh)
+                )
+        elif "," in family:
             for layer in model.model.layers:
                 for name, tensor in list(layer.mlp.experts.named_parameters()):
                     part = distribute_tensor(tensor.detach(), mesh, [Shard(0)])

@@ -69,11 +69,11 @@ def test_a_model_that_was_loaded_is_named_as_its_checkpoint(family: str, tmp_pat
 def test_stacked_experts_become_one_parameter_per_expert_without_a_copy() -> None:
     held, sources, _ = sent(FAMILIES["qwen3-moe"]())
     stacked = next(h for n, h in held.items() if n.startswith("model.layers.1.mlp.experts.gate_up_proj"))
-    assert stacked.tensor.shape == (4, 32, 32) and stacked.parts is not None and len(stacked.parts) == 8
+    assert stacked.tensor.shape == (4, 48, 32) and stacked.parts is not None and len(stacked.parts) == 8
     up = sources["model.layers.1.mlp.experts.3.up_proj.weight"]
-    assert (up.shape, up.tensor, up.tensor_shape) == ((16, 32), stacked.name, (4, 32, 32))
-    assert up.within is not None and up.within.at == (3, 16, 0)
-    assert value(held, up).data_ptr() == stacked.local[3, 16:].data_ptr()
+    assert (up.shape, up.tensor, up.tensor_shape) == ((24, 32), stacked.name, (4, 48, 32))
+    assert up.within is not None and up.within.at == (3, 24, 0)
+    assert value(held, up).data_ptr() == stacked.local[3, 24:].data_ptr()
 
 
 def test_gpt_oss_travels_as_it_is() -> None:
