@@ -17,7 +17,7 @@ class Box:
     def __post_init__(self) -> None:
         if len(self.start) != len(self.shape):
             raise ValueError(f"box start {self.start} and shape {self.shape} differ in rank")
-        if any(s < 0 for s in self.start) or any(n < 0 for n in self.shape):
+        if min(self.start, default=0) < 0 or min(self.shape, default=0) < 0:
             raise ValueError(f"box start {self.start} and shape {self.shape} must not be negative")
 
     @classmethod
@@ -36,16 +36,28 @@ class Box:
 
     def intersect(self, other: Box) -> Box | None:
         """The elements in both, or None if there are none."""
-        start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
-        stop = tuple(min(a, b) for a, b in zip(self.stop, other.stop, strict=True))
-        if any(a >= b for a, b in zip(start, stop, strict=True)):
-            return None
-        return Box(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
+        start: list[int] = []
+        shape: list[int] = []
+        for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True):
+            first = a if a > b else b
+            extent = (a + n if a + n < b + m else b + m) - first
+            if extent <= 0:
+                return None
+            start.append(first)
+            shape.append(extent)
+        return Box(tuple(start), tuple(shape))
 
     def contains(self, other: Box) -> bool:
-        return all(a <= b for a, b in zip(self.start, other.start, strict=True)) and all(
-            a >= b for a, b in zip(self.stop, other.stop, strict=True)
-        )
+        for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True):
+            if b < a or b + m > a + n:
+                return False
+        return True
+
+    def inside(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor of that shape has all these elements, and as many dimensions."""
+        if len(shape) != len(self.shape):
+            return False
+        return all(a + n <= whole for a, n, whole in zip(self.start, self.shape, shape, strict=True))
 
     def shifted(self, by: tuple[int, ...]) -> Box:
         """The same shape with `by` added to its start."""

@@ -101,6 +101,7 @@ class _Worker(_Read):
     slab: _Slab
     unresolved: dict[str, str]
     aliases: dict[str, str]
+    fallback: dict[str, str]
 
 
 def encode_trainer(manifest: TrainerManifest) -> bytes:
@@ -173,6 +174,7 @@ def encode_worker(manifest: WorkerManifest) -> bytes:
             "slab": _slab(manifest.tensors, names, tuples),
             "unresolved": manifest.unresolved,
             "aliases": manifest.aliases,
+            "fallback": manifest.fallback,
         }
     )
 
@@ -202,6 +204,7 @@ def decode_worker(data: bytes) -> WorkerManifest:
         tensors=_read_slab(read.slab, names, tuples),
         unresolved=read.unresolved,
         aliases=read.aliases,
+        fallback=read.fallback,
     )
 
 

@@ -164,3 +164,6 @@ class WorkerManifest:
     Either name may come from the trainer, and both may; one write covers both. An alias is never missing, and
     never written beside its name.
     """
+    fallback: dict[str, str] = field(default_factory=dict)
+    """Names whose piece is a whole copy for vLLM's own loader, not a part of the live model, each with the
+    reason."""

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,14 +26,16 @@ from ..layout.codec import (
     encode_worker,
 )
 from ..layout.shards import LayoutError
-from ..layout.tensors import DTYPE_BYTES, SourceParameter, TrainerManifest, WorkerManifest
-from ..plan.compile import Worker, compile_plan
-from ..plan.steps import LocalPart, Plan, PlanError, exchanges
+from ..layout.tensors import SourceParameter, TrainerManifest, WorkerManifest
+from ..plan.compile import compile_plan
+from ..plan.groups import Worker
+from ..plan.plan import LocalPart, LocalStep, Plan
+from ..plan.steps import PlanError
 from ..protocol.messages import PlanSummary, Problem
 from ..protocol.mover import MoverJoin, MoverTransfer
 from ..protocol.names import PROTOCOL_VERSION
-from ..transport.base import Agreed, Failure, PeerFailure, Transport, peers
-from ..transport.gloo import GlooTransport
+from ..transport.base import Agreed, Failure, PeerFailure, Transport
+from ..transport.choose import choose
 from ..transport.presence import Presence
 from ..transport.store import EpochStore, check_cancelled, connect_store
 from .slab import Slab
@@ -61,9 +64,12 @@ class Epoch:
         self._slab = slab
         self._cancel = threading.Event()
         self._store: EpochStore | None = None
+        self._kind: type[Transport]
         self._transport: Transport | None = None
         self._sources: tuple[SourceParameter, ...] = ()
         self._plan: Plan | None = None
+        """On rank 0, which judges; the others keep what they do themselves."""
+        self._steps: tuple[LocalStep, ...] | None = None
 
     @property
     def cancelled(self) -> bool:
@@ -79,7 +85,7 @@ class Epoch:
         if transport is not None:
             transport.close()
         self._store = None
-        self._plan = None
+        self._plan = self._steps = None
 
     # -- join ------------------------------------------------------------------------------------------------
 
@@ -105,7 +111,7 @@ class Epoch:
         problem = own_problem
         if problem is None:
             try:
-                plan = compile_plan(sources, workers, request.trainer_ranks)
+                plan = compile_plan(sources, workers, request.trainer_ranks, self._kind.envelope)
                 problem = self._check_slab(plan)
             except PlanError as e:
                 problem = e.problem
@@ -116,8 +122,9 @@ class Epoch:
         }
         self._agree(store, "plan", word, judge_plans, self.deadline, "its plan")
         assert plan is not None  # a rank without one is a problem, which ends the agreement
-        self._sources, self._plan = sources, plan
-        self._transport = GlooTransport(store, self.rank, request.world_size, request.host, self.deadline)
+        self._sources, self._steps = sources, plan.local(self.rank, self._kind.collective)
+        self._plan = plan if self.rank == 0 else None
+        self._transport = self._kind(store, self.rank, request.world_size, request.host, self.deadline)
         self._agree(store, "connected", {}, lambda words: None, self.deadline, "its connections")
         return plan.summary
 
@@ -135,12 +142,7 @@ class Epoch:
                 f"trainer rank {self._manifest.trainer_rank} was told to be rank {r.rank}",
                 r.rank,
             )
-        if r.transport not in ("auto", "gloo"):
-            raise Failure(
-                "NoTransport",
-                f"rank {r.rank} holds host memory: transport {r.transport!r} needs a GPU",
-                r.rank,
-            )
+        self._kind = choose(r.transport, self._slab.device.type, r.rank)
 
     def _runtime(self) -> dict[str, Any]:
         """What must be equal on all ranks besides the plan."""
@@ -148,7 +150,8 @@ class Epoch:
             "protocol": PROTOCOL_VERSION,
             "byteorder": sys.byteorder,
             "torch": torch.__version__.split("+")[0],
-            "transport": "gloo",
+            "transport": self._kind.__name__,
+            **self._kind.runtime(),
             "world": [self.request.world_size, self.request.trainer_ranks],
         }
 
@@ -248,17 +251,17 @@ class Epoch:
             raise failure from e
 
     def _transfer(self, request: MoverTransfer, progress: Callable[..., None]) -> None:
-        store, plan = self._store, self._plan
-        if store is None or plan is None or self._transport is None:
+        store, trainers = self._store, self.request.trainer_ranks
+        if store is None or self._steps is None or self._transport is None:
             raise Failure("NotJoined", f"rank {self.rank} has no communicator", self.rank)
         deadline = _inner_deadline(request.deadline_seconds)
         stall = min(STALL_SECONDS, request.deadline_seconds / 3)
         scope = store.scope = f"round-{request.round}"
         self.progress = {"step": 0, "steps": 0, "bytes_done": 0, "bytes_total": 0}
 
-        stamp = self._slab.read_stamp() if self.rank < plan.trainer_ranks else None
+        stamp = self._slab.read_stamp() if self.rank < trainers else None
         word: Word = {"sequence": stamp.sequence if stamp else None, "problem": None}
-        if self.rank < plan.trainer_ranks and (stamp is None or stamp.version != request.version):
+        if self.rank < trainers and (stamp is None or stamp.version != request.version):
             held = stamp.version if stamp else "no version (or one is being written)"
             message = (
                 f"trainer rank {self.rank} was to send {request.version!r}, but its snapshot holds {held}"
@@ -267,14 +270,12 @@ class Epoch:
                 reason="VersionUnavailable", message=message, rank=self.rank
             ).model_dump()
         ready_until = min(time.monotonic() + stall, deadline)
-        self._agree(
-            store, f"{scope}/ready", word, judge_ready(plan.trainer_ranks), ready_until, "its readiness"
-        )
+        self._agree(store, f"{scope}/ready", word, judge_ready(trainers), ready_until, "its readiness")
 
-        if self.rank >= plan.trainer_ranks:
+        if self.rank >= trainers:
             self._slab.begin_write()
-        whole = self._run_steps(plan, scope, stall, deadline, stamp, progress)
-        sums = self._sums(plan)
+        whole = self._run_steps(scope, stall, deadline, stamp, progress)
+        sums = self._sums()
         word = {"sums": sums, "problem": None}
         if not whole:
             message = (
@@ -285,18 +286,19 @@ class Epoch:
             store,
             f"{scope}/verdict",
             word,
-            lambda words: (
-                first_problem(words) or judge_digests([w["sums"] for w in words], self._sources, plan)
-            ),
+            self._judge_verdict,
             deadline,
             "its digests",
         )
-        if self.rank >= plan.trainer_ranks:
+        if self.rank >= trainers:
             self._slab.stamp(request.version, request.round)
+
+    def _judge_verdict(self, words: Sequence[Word]) -> Problem | None:
+        assert self._plan is not None
+        return first_problem(words) or judge_digests([w["sums"] for w in words], self._sources, self._plan)
 
     def _run_steps(
         self,
-        plan: Plan,
         scope: str,
         stall: float,
         deadline: float,
@@ -305,19 +307,14 @@ class Epoch:
     ) -> bool:
         """All of this rank's steps. Returns whether a trainer's snapshot kept its stamp through all of
         them."""
-        store, transport = self._store, self._transport
-        assert store is not None and transport is not None
-        sending = self.rank < plan.trainer_ranks
-        partners = {i: p for i, s in enumerate(plan.steps) if (p := peers(s, self.rank))}
-        own = sorted(partners)
-        presence = Presence(store, scope, own)
+        store, transport, steps = self._store, self._transport, self._steps
+        assert store is not None and transport is not None and steps is not None
+        sending = self.rank < self.request.trainer_ranks
+        presence = Presence(store, scope, [step.index for step in steps])
         now = self.progress
-        now["steps"] = len(own)
+        now["steps"] = len(steps)
         now["bytes_total"] = sum(
-            e.source_box.size * DTYPE_BYTES[plan.steps[i].dtype]
-            for i in own
-            for e in exchanges(plan.steps[i])
-            if self.rank in (e.source, e.target)
+            step.local_bytes * (step.step.target.copies if sending else 1) for step in steps
         )
         whole = True
 
@@ -325,25 +322,43 @@ class Epoch:
             now["bytes_done"] += count
             progress(**now)
 
-        for turn, index in enumerate(own):
+        begun: deque[int] = deque()
+        unseen = 0
+
+        def finish() -> None:
+            turn = begun.popleft()
+            try:
+                transport.finish(min(stall, max(deadline - time.monotonic(), 0.0)), moved)
+            except PeerFailure as e:
+                raise presence.judge(turn, e) from e
+            now["step"] = turn + 1
+            check_cancelled(lambda: self.cancelled)
+
+        for turn, step in enumerate(steps):
             left = deadline - time.monotonic()
             if left <= 0:
                 raise PeerFailure(
                     "DeadlineExceeded",
-                    f"rank {self.rank} had done {turn} of {len(own)} steps at the round's deadline; raise it",
+                    f"rank {self.rank} had done {turn} of {len(steps)} steps at the round's deadline; raise it",
                     self.rank,
                 )
-            # A partner stuck in an exchange finds out after `stall`; who only waits for it gives it that
-            # time.
-            presence.enter(turn, partners[index], min(stall * 1.5, left))
+            if unseen == 0 or unseen >= transport.check_bytes:
+                # A partner stuck in an exchange finds out after `stall`; who only waits for it gives it that
+                # time.
+                presence.enter(turn, step.peers, min(stall * 1.5, left))
+                whole = whole and (not sending or self._slab.read_stamp() == stamp)
+                unseen = 0
+            unseen += max(step.local_bytes, 1)
             try:
-                transport.run(plan.steps[index], self._local, min(stall, left), moved)
+                transport.begin(step, self._local)
             except PeerFailure as e:
                 raise presence.judge(turn, e) from e
-            now["step"] = turn + 1
-            whole = whole and (not sending or self._slab.read_stamp() == stamp)
-            check_cancelled(lambda: self.cancelled)
-        return whole
+            begun.append(turn)
+            if len(begun) >= transport.depth:
+                finish()
+        while begun:
+            finish()
+        return whole and (not sending or self._slab.read_stamp() == stamp)
 
     def _local(self, part: LocalPart) -> torch.Tensor:
         region = self._slab.tensor(self._manifest.tensors[part.tensor])
@@ -351,10 +366,10 @@ class Epoch:
             region = region.narrow(dim, start, extent)
         return region
 
-    def _sums(self, plan: Plan) -> Sums:
+    def _sums(self) -> Sums:
         if isinstance(self._manifest, TrainerManifest):
             return source_sums(self._sources, self.rank, self._local)
-        return target_sums(plan, self._sources, self.rank, self._local)
+        return target_sums(self._manifest, self._local)
 
     # -- agreement -------------------------------------------------------------------------------------------
 

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from ..digest import MODULUS, box_digest, box_digests
+from ..digest import MODULUS, box_digests
 from ..layout.boxes import Box
 from ..layout.shards import shard_boxes
-from ..layout.tensors import Mesh, Placement, SourceParameter
-from ..plan.compile import holders
-from ..plan.steps import LocalPart, Plan
+from ..layout.tensors import Mesh, Placement, SourceParameter, WorkerManifest
+from ..plan.cuts import Holders
+from ..plan.plan import LocalPart, Plan
 from ..protocol.messages import Problem
 from ..transport.base import LocalTensor
 
@@ -50,27 +50,22 @@ def _held(sources: Sequence[SourceParameter], rank: int) -> Iterator[tuple[Sourc
             continue
         leading = len(region.shape) - len(source.shape)
         of_parameter = inside.relative_to(region.start)
-        part = LocalPart(source.tensor, inside.relative_to(shard.start), False)
+        part = LocalPart(source.tensor, inside.relative_to(shard.start))
         yield source, part, Box(of_parameter.start[leading:], of_parameter.shape[leading:])
 
 
-def target_sums(plan: Plan, sources: Sequence[SourceParameter], rank: int, local: LocalTensor) -> Sums:
-    """Of everything that the plan has written on a worker, copies counted as often as they are held."""
+def target_sums(manifest: WorkerManifest, local: LocalTensor) -> Sums:
+    """Of everything that a worker's shadow holds, by its own names; what it holds twice counts twice."""
+    pieces = [piece for piece in manifest.pieces if piece.box.size]
+
+    def tensors() -> Iterator[tuple[torch.Tensor, Box, tuple[int, ...]]]:
+        for piece in pieces:
+            region = local(LocalPart(piece.tensor, piece.region)).reshape(piece.box.shape)
+            yield region, piece.box, manifest.expected[piece.name].shape
+
     sums: Sums = {}
-    shapes = {s.name: s.shape for s in sources}
-    for step in plan.steps:
-        if rank not in step.target.ranks:
-            continue
-        index = rank - step.target.first_rank
-        region = local(step.target.parts[index])
-        if len(step.target.ranks) == 1 or step.target.shards == 1:
-            value = box_digest(region.reshape(step.box.shape), step.box, shapes[step.name])
-        else:
-            # Steps that cut their target move whole parameters; joined dimensions keep an element's linear
-            # index.
-            box = step.target.local_box(step.shape, index)
-            value = box_digest(region.reshape(box.shape), box, step.shape)
-        sums[step.name] = (sums.get(step.name, 0) + value) % MODULUS
+    for piece, value in zip(pieces, box_digests(tensors()), strict=True):
+        sums[piece.name] = (sums.get(piece.name, 0) + value) % MODULUS
     return sums
 
 
@@ -81,9 +76,10 @@ def judge_digests(words: Sequence[Sums], sources: Sequence[SourceParameter], pla
     share one storage in the servers.
     """
     sent: Sums = {}
+    holders_of = Holders()
     for source in sources:
         total = 0
-        for held in holders(source):
+        for held in holders_of(source):
             values = [words[r].get(source.name) for r in held.ranks]
             for rank, value in zip(held.ranks, values, strict=True):
                 if value is None or value != values[0]:
@@ -105,15 +101,15 @@ def judge_digests(words: Sequence[Sums], sources: Sequence[SourceParameter], pla
                 f"holds different "
                 "values for them: tie them in the trainer or untie them in the served model",
             )
-    for name in sorted(plan.copies):
-        for copies in plan.copies[name]:
-            arrived = sum(words[r].get(name, 0) for r in copies.ranks) % MODULUS
-            if arrived != copies.count * sent[name] % MODULUS:
+    for route in plan.routes:
+        group, wanted = plan.groups[route.group], route.copies * sent[route.source.name] % MODULUS
+        for replica, server in enumerate(group.servers):
+            ranks = group.server_ranks(replica)
+            if sum(words[r].get(route.name, 0) for r in ranks) % MODULUS != wanted:
                 return Problem(
                     reason="DigestMismatch",
-                    message=f"{name!r} did not arrive bit for bit in server {copies.server!r} (ranks "
-                    f"{copies.ranks[0]} to {copies.ranks[-1]}); nothing was made live, and the "
-                    f"round can be repeated",
-                    rank=copies.ranks[0],
+                    message=f"{route.source.name!r} did not arrive bit for bit in server {server!r} (ranks "
+                    f"{ranks[0]} to {ranks[-1]}); nothing was made live, and the round can be repeated",
+                    rank=ranks[0],
                 )
     return None

@@ -1,13 +1,12 @@
-"""The envelope of `nccl.m2n`: what a step must satisfy, checked apart from the compiler that makes it."""
+"""M2N's envelope: what every step must satisfy, checked apart from the compiler that makes it."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass
 
 from ..layout.tensors import DTYPE_BYTES, Shard
-from .steps import Side, Step, exchanges
+from .steps import Side, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +18,9 @@ class Envelope:
     """Source ranks that one target may hear."""
     max_targets: int = 64
     """Target ranks that one source may serve."""
-    max_local_bytes: int = 2 << 30
+    max_local_bytes: int = 256 << 20
+    """Of a rank's share of one step. The library takes up to 2 GiB; the staging memory, twice this on each
+    rank, and the time until the first step has arrived grow with it."""
 
 
 M2N = Envelope()
@@ -33,21 +34,28 @@ def violations(step: Step, envelope: Envelope = M2N) -> list[str]:
         return [f"dtype {step.dtype} cannot travel"]
     if not 1 <= len(step.shape) <= envelope.max_dims:
         found.append(f"tensor of {len(step.shape)} dimensions; 1 to {envelope.max_dims} are allowed")
-    if math.prod(step.shape) != step.box.size or step.box.size == 0:
-        found.append(f"tensor {step.shape} does not hold the box {step.box}")
+    if math.prod(step.shape) == 0:
+        found.append(f"tensor {step.shape} is empty")
     for word, side in (("source", step.source), ("target", step.target)):
         found += [f"{word}: {text}" for text in _side(step, side, envelope)]
     if set(step.source.ranks) & set(step.target.ranks):
         found.append(f"ranks {step.source.ranks} and {step.target.ranks} overlap")
     if found:
         return found
-    pairs = [(e.source, e.target) for e in exchanges(step)]
-    sources = Counter(t for _, t in set(pairs))
-    targets = Counter(s for s, _ in set(pairs))
-    if sources and max(sources.values()) > envelope.max_sources:
-        found.append(f"a target hears {max(sources.values())} sources; {envelope.max_sources} are allowed")
-    if targets and max(targets.values()) > envelope.max_targets:
-        found.append(f"a source serves {max(targets.values())} targets; {envelope.max_targets} are allowed")
+    heard: dict[int, set[int]] = {}
+    served: dict[int, set[int]] = {}
+    for s, source in enumerate(step.source.ranks):
+        held = step.source.local_box(step.shape, s)
+        for t, target in enumerate(step.target.ranks):
+            if held.intersect(step.target.local_box(step.shape, t)) is not None:
+                heard.setdefault(target, set()).add(source)
+                served.setdefault(source, set()).add(target)
+    most = max(map(len, heard.values()))
+    if most > envelope.max_sources:
+        found.append(f"a target hears {most} sources; {envelope.max_sources} are allowed")
+    most = max(map(len, served.values()))
+    if most > envelope.max_targets:
+        found.append(f"a source serves {most} targets; {envelope.max_targets} are allowed")
     return found
 
 
@@ -64,11 +72,7 @@ def _side(step: Step, side: Side, envelope: Envelope) -> list[str]:
         return [f"shard axis {cuts[0]} of a tensor with {len(step.shape)} dimensions"]
     if step.shape[side.axis] % side.shards:
         found.append(f"{side.shards} shards do not divide extent {step.shape[side.axis]}")
-    if len(side.parts) != len(side.ranks):
-        return [*found, f"{len(side.parts)} local parts for {len(side.ranks)} ranks"]
-    share = step.box.size // side.shards
+    share = math.prod(step.shape) // side.shards
     if share * DTYPE_BYTES[step.dtype] > envelope.max_local_bytes:
         found.append(f"a local share of more than {envelope.max_local_bytes} bytes")
-    if any(part.box.size != share for part in side.parts):
-        found.append(f"a local part does not hold the {share} elements of a shard")
     return found

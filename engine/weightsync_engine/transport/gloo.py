@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroupGloo
 
-from ..layout.boxes import Box
-from ..plan.steps import LocalPart, Side, Step, exchanges
-from .base import Failure, LocalTensor, PeerFailure
+from ..plan.plan import LocalStep
+from ..plan.validate import Envelope
+from .base import Failure, LocalTensor, PeerFailure, Transport
 from .store import EpochStore, GlooStore
 
 _PIECE_BYTES = 64 << 20
@@ -20,16 +22,22 @@ _PIECE_BYTES = 64 << 20
 _TAGS = 1 << 30
 
 
-class GlooTransport:
+class GlooTransport(Transport):
     """A gloo process group of `world` ranks, met through the epoch's signed store.
 
     Connects to every peer. Raises `PeerFailure` that names the rank whose address did not come by `deadline`
     (monotonic seconds), or `Failure` if `host` is not an address of this pod.
     """
 
+    envelope = Envelope(max_local_bytes=64 << 20)
+    collective = False
+    depth = 1
+    check_bytes = 0
+
     def __init__(self, store: EpochStore, rank: int, world: int, host: str, deadline: float) -> None:
         self._rank = rank
-        self._tags: dict[tuple[int, int], int] = {}
+        self._tags: dict[tuple[int, bool], int] = {}
+        self._begun: deque[_Begun] = deque()
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         try:
             options._devices = [ProcessGroupGloo.create_device(hostname=host)]
@@ -48,63 +56,48 @@ class GlooTransport:
                 rank,
             ) from e
 
-    def run(self, step: Step, local: LocalTensor, stall_seconds: float, moved: Callable[[int], None]) -> None:
-        if self._group is None:
-            raise PeerFailure("Closed", "the communicator is closed", self._rank)
-        pending: list[tuple[object, int, torch.Tensor]] = []
-        staged: list[tuple[torch.Tensor, torch.Tensor]] = []
-        own = [e for e in exchanges(step) if self._rank in (e.source, e.target)]
-        sent = self._shared(step, step.source, local) if any(e.source == self._rank for e in own) else None
-        into = None
-        if any(e.target == self._rank for e in own):
-            part = self._part(step.target)
-            region = local(part)
-            shape = step.target.local_box(step.shape, self._rank - step.target.first_rank).shape
-            if part.staged:
-                into = torch.empty(shape, dtype=region.dtype)
-                staged.append((region, into.view(part.box.shape)))
+    @staticmethod
+    def runtime() -> dict[str, Any]:
+        return {}
+
+    def begin(self, step: LocalStep, local: LocalTensor) -> None:
+        begun = _Begun(step)
+        for block in step.blocks:
+            regions = [local(part) for part in block.parts]
+            alone = regions[0].reshape(-1) if len(regions) == 1 and regions[0].is_contiguous() else None
+            if step.sends:
+                data = alone if alone is not None else torch.cat([r.reshape(-1) for r in regions])
+            elif alone is not None:
+                data = alone
             else:
-                into = region.view(shape)
-        writes: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for e in own:
-            if e.source == self._rank:
-                assert sent is not None
-                data = _bytes(sent[_slices(e.source_box)].contiguous())
-                pending += self._post(data, e.source, e.target)
-            else:
-                assert into is not None
-                goal = into[_slices(e.target_box)]
-                buffer = goal if goal.is_contiguous() else torch.empty(goal.shape, dtype=goal.dtype)
-                if buffer is not goal:
-                    writes.append((goal, buffer))
-                pending += self._post(_bytes(buffer), e.source, e.target)
-        for work, peer, data in pending:
-            self._finish(work, peer, step, stall_seconds)
+                data = torch.empty(step.step.block, dtype=regions[0].dtype)
+                begun.arriving.append((regions, data))
+            for peer in block.peers:
+                begun.pending += self._post(data.view(torch.uint8), peer, step.sends)
+        self._begun.append(begun)
+
+    def finish(self, stall_seconds: float, moved: Callable[[int], None]) -> None:
+        begun = self._begun.popleft()
+        for work, peer, data in begun.pending:
+            self._finish(work, peer, begun.step, stall_seconds)
             moved(data.numel())
-        for goal, buffer in (*writes, *staged):
-            goal.copy_(buffer)
+        for regions, data in begun.arriving:
+            for region, flat in zip(regions, torch.split(data, [r.numel() for r in regions]), strict=True):
+                region.copy_(flat.view(region.shape))
 
     def close(self) -> None:
         group, self._group = self._group, None
+        self._begun.clear()
         del group  # its connections end with it; shutdown() would wait for peers
 
-    def _part(self, side: Side) -> LocalPart:
-        return side.parts[self._rank - side.first_rank]
-
-    def _shared(self, step: Step, side: Side, local: LocalTensor) -> torch.Tensor:
-        """This rank's share of the step's tensor; a view where its region is one run of memory."""
-        shape = side.local_box(step.shape, self._rank - side.first_rank).shape
-        return local(self._part(side)).reshape(shape)
-
-    def _post(self, data: torch.Tensor, source: int, target: int) -> list[tuple[object, int, torch.Tensor]]:
-        assert self._group is not None
+    def _post(self, data: torch.Tensor, peer: int, sending: bool) -> list[tuple[object, int, torch.Tensor]]:
+        if self._group is None:
+            raise PeerFailure("Closed", "the communicator is closed", self._rank)
         posted: list[tuple[object, int, torch.Tensor]] = []
         for start in range(0, data.numel(), _PIECE_BYTES):
             piece = data[start : start + _PIECE_BYTES]
-            tag = self._tags.get((source, target), 0)
-            self._tags[source, target] = (tag + 1) % _TAGS
-            sending = source == self._rank
-            peer = target if sending else source
+            tag = self._tags.get((peer, sending), 0)
+            self._tags[peer, sending] = (tag + 1) % _TAGS
             try:
                 group: Any = self._group
                 work = (group.send if sending else group.recv)([piece], peer, tag)
@@ -113,14 +106,14 @@ class GlooTransport:
             posted.append((work, peer, piece))
         return posted
 
-    def _finish(self, work: object, peer: int, step: Step, stall_seconds: float) -> None:
+    def _finish(self, work: object, peer: int, step: LocalStep, stall_seconds: float) -> None:
         try:
             work.wait(timedelta(seconds=stall_seconds))  # type: ignore[attr-defined]
         except RuntimeError as e:
             if "Timed out" in str(e):
                 raise PeerFailure(
                     "PeerLate",
-                    f"rank {peer} moved nothing of {step.name!r} for {stall_seconds:.1f} s: its "
+                    f"rank {peer} moved nothing of step {step.index + 1} for {stall_seconds:.1f} s: its "
                     f"mover is frozen, starved "
                     "or cut off; it is replaced when its pod's agent kills it",
                     peer,
@@ -137,9 +130,10 @@ class GlooTransport:
         )
 
 
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)
+@dataclass
+class _Begun:
+    step: LocalStep
+    pending: list[tuple[object, int, torch.Tensor]] = field(default_factory=list)
+    """(work, peer, bytes) of each message."""
+    arriving: list[tuple[list[torch.Tensor], torch.Tensor]] = field(default_factory=list)
+    """Regions to fill from what arrives in one piece."""

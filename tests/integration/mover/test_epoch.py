@@ -16,7 +16,7 @@ from weightsync_engine.layout.shards import shard_boxes
 from weightsync_engine.mover import epoch as epoch_module
 from weightsync_engine.mover.epoch import Epoch
 from weightsync_engine.mover.slab import Slab
-from weightsync_engine.plan.validate import M2N, Envelope
+from weightsync_engine.plan.validate import Envelope
 from weightsync_engine.protocol.messages import Rendezvous
 from weightsync_engine.protocol.mover import MoverJoin, MoverTransfer
 from weightsync_engine.transport.base import Failure
@@ -173,8 +173,8 @@ def test_a_rank_whose_plan_differs_is_named(world, monkeypatch):
     w = world()
     compile_plan = epoch_module.compile_plan
 
-    def differing(sources, workers, trainers):
-        limits = Envelope(max_targets=1) if threading.get_ident() == other else M2N
+    def differing(sources, workers, trainers, limits):
+        limits = Envelope(max_targets=1) if threading.get_ident() == other else limits
         return compile_plan(sources, workers, trainers, limits)
 
     other = None
@@ -221,8 +221,8 @@ def test_trainer_ranks_in_unlike_publishes_are_refused(world):
 class Flips(Epoch):
     """Flips one bit of what has arrived on rank 4, behind the steps and before the digests, in round 1."""
 
-    def _run_steps(self, plan, scope, *args):
-        whole = super()._run_steps(plan, scope, *args)
+    def _run_steps(self, scope, *args):
+        whole = super()._run_steps(scope, *args)
         if self.rank == 4 and scope == "round-1":
             self._slab.tensor(self._manifest.tensors["0.qkv"]).view(torch.int16)[17, 3] ^= 1
         return whole
@@ -243,14 +243,14 @@ def test_one_flipped_bit_fails_the_round_on_all_ranks_and_the_next_round_mends_i
 
 
 class Republishes(Epoch):
-    def _run_steps(self, plan, scope, stall, deadline, stamp, progress):
+    def _run_steps(self, scope, stall, deadline, stamp, progress):
         def moved(**now):
             if self.rank == 1:
                 self._slab.begin_write()
                 self._slab.stamp("step-2", 2)
             progress(**now)
 
-        return super()._run_steps(plan, scope, stall, deadline, stamp, moved)
+        return super()._run_steps(scope, stall, deadline, stamp, moved)
 
 
 def test_a_snapshot_that_is_overwritten_while_it_travels_fails_the_round(world):

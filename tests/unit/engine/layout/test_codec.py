@@ -45,6 +45,7 @@ workers = st.builds(
     slab,
     st.dictionaries(names, names),
     st.dictionaries(names, names),
+    st.dictionaries(names, names),
 )
 
 
@@ -58,7 +59,8 @@ def test_a_workers_manifest_comes_back_equal_and_order_does_not_show(manifest, r
     data = codec.encode_worker(manifest)
     back = codec.decode_worker(data)
     assert set(back.pieces) == set(manifest.pieces) and back.expected == manifest.expected
-    assert back.aliases == manifest.aliases and back.tensors == manifest.tensors
+    assert (back.aliases, back.fallback) == (manifest.aliases, manifest.fallback)
+    assert back.unresolved == manifest.unresolved and back.tensors == manifest.tensors
 
     def shuffled(d):
         items = list(d.items())
@@ -73,6 +75,7 @@ def test_a_workers_manifest_comes_back_equal_and_order_does_not_show(manifest, r
         shuffled(manifest.tensors),
         manifest.unresolved,
         manifest.aliases,
+        manifest.fallback,
     )
     assert codec.encode_worker(other) == data
 

@@ -1,0 +1,1 @@
+"""The command `weightsync`: what a user asks before, and without, a cluster."""

@@ -1,0 +1,162 @@
+"""`weightsync plan`: how the weights of a model would travel, before asking for GPUs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..layout.tensors import DTYPE_BYTES, WorkerManifest
+from ..plan.compile import compile_plan
+from ..plan.groups import Worker
+from ..plan.steps import PlanError
+from .mesh import DIMENSIONS, MeshError, parse_mesh, sources
+from .report import Server, report, text
+
+if TYPE_CHECKING:
+    from ..resolve.offline import Parallel
+
+USAGE = 2
+REFUSED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSpec:
+    """So many servers of one kind."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    experts: bool = False
+    count: int = 1
+
+
+def parse_server(given: str) -> ServerSpec:
+    """`tp=8`, `tp=8,ep,count=4`, `tp=2,pp=2`. Raises `MeshError`."""
+    fields = {"tp": "tensor", "pp": "pipeline", "count": "count"}
+    values: dict[str, int | bool] = {}
+    for part in given.split(","):
+        name, equals, number = part.strip().partition("=")
+        if name == "ep" and not equals:
+            values["experts"] = True
+        elif name not in fields:
+            raise MeshError(f"{part.strip()!r}: expected tp=N, pp=N, count=N or ep, such as tp=8,ep,count=4")
+        elif not number.isdigit() or int(number) < 1:
+            raise MeshError(f"{part.strip()!r}: the number must be a whole one of at least 1")
+        elif fields[name] in values:
+            raise MeshError(f"{name!r} is given twice")
+        else:
+            values[fields[name]] = int(number)
+    return ServerSpec(**values)  # type: ignore[arg-type]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 0, or 1 if servers would refuse the plan, or 2 for wrong input."""
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(level=logging.ERROR)
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    return int(options.run(options))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="weightsync", description="Weights from RL trainers to vLLM.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    plan = commands.add_parser(
+        "plan",
+        help="how the weights of a model would travel; needs no GPU, no weights and no cluster",
+        description="How the weights of a model would travel from a trainer to vLLM servers: bytes, steps, memory, "
+        "and what cannot be written directly. Needs vLLM and transformers installed, no GPU and no weights.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="trainer meshes, outermost dimension first:\n"
+        + "\n".join(f"  {name:10} {what}" for name, what in DIMENSIONS.items())
+        + "\n\nexample:\n  weightsync plan Qwen3-235B-A22B --trainer fsdp=64 --server tp=8,ep,count=4",
+    )
+    plan.add_argument("model", type=Path, help="folder with the model's config.json, or that file")
+    plan.add_argument("--trainer", required=True, metavar="MESH", help="such as fsdp=64 or pp=8,ep=32,fsdp=4")
+    plan.add_argument(
+        "--server",
+        action="append",
+        metavar="SPEC",
+        help="such as tp=8 or tp=8,ep,count=4; repeat it for servers of another kind (default: tp=1)",
+    )
+    plan.add_argument(
+        "--table",
+        type=Path,
+        metavar="FILE",
+        help='checkpoint parameters that the trainer sends, as JSON {"name": {"shape": [..], "dtype": ".."}}; '
+        "default: what transformers builds from the configuration",
+    )
+    plan.add_argument("--dtype", help="in which servers hold the weights (vLLM's --dtype; default: the model's)")
+    plan.add_argument("--json", action="store_true", help="everything, with each rank's share")
+    plan.set_defaults(run=_plan)
+    return parser
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from . import models  # torch, transformers and vLLM: not for --help
+
+    try:
+        folder = options.model.parent if options.model.name == "config.json" else options.model
+        if not (folder / "config.json").is_file():
+            raise models.ModelError(f"{options.model}: there is no config.json; give a model's folder or that file")
+        mesh = parse_mesh(options.trainer)
+        specs = [parse_server(s) for s in options.server or ["tp=1"]]
+        kinds = [(s, _manifests(folder, s, options.dtype)) for s in specs]
+        build = models.table_model if options.table else models.trainer_model
+        model = build(options.table or folder, options.dtype)
+        tensors = models.with_wire_dtypes(model.tensors, tuple(m for _, ms in kinds for m in ms))
+        sent = sources(tensors, mesh)
+        reasons = {n: why for _, ms in kinds for m in ms for n, why in m.unresolved.items()} | model.refused
+        kept = tuple(s for s in sent if s.name not in reasons)
+        lost = sum(math.prod(s.shape) * DTYPE_BYTES[s.dtype] for s in sent if s.name in reasons)
+        workers, servers, rank = list[Worker](), list[Server](), mesh.ranks
+        for spec, manifests in kinds:
+            usable = [_without(m, reasons, {s.name for s in kept}) for m in manifests]
+            for number in range(spec.count):
+                for manifest in usable:
+                    workers.append(Worker(rank, f"{_title(spec)} server {number}", manifest))
+                    rank += 1
+            live = tuple(_live_bytes(m) for m in manifests)
+            servers.append(Server(_title(spec), spec.count, len(manifests), live))
+        plan = compile_plan(kept, workers, mesh.ranks)
+    except (MeshError, models.ModelError) as e:
+        print(f"weightsync plan: {e}", file=sys.stderr)
+        return USAGE
+    except PlanError as e:
+        print(f"weightsync plan: {e.problem.reason}: {e.problem.message}", file=sys.stderr)
+        return REFUSED
+    found = report(plan, kept, str(mesh), servers, reasons, lost + model.refused_bytes)
+    print(json.dumps(found, indent=1) if options.json else text(found))
+    return REFUSED if reasons else 0
+
+
+def _manifests(folder: Path, spec: ServerSpec, dtype: str | None) -> tuple[WorkerManifest, ...]:
+    from ..resolve.offline import Parallel
+    from . import models
+
+    parallel: Parallel = Parallel(spec.tensor, spec.pipeline, spec.experts)
+    return models.server_manifests(folder, parallel, dtype)
+
+
+def _title(spec: ServerSpec) -> str:
+    return f"TP {spec.tensor}" + (f" x PP {spec.pipeline}" if spec.pipeline > 1 else "") + (" EP" if spec.experts else "")
+
+
+def _without(manifest: WorkerManifest, reasons: dict[str, str], sent: set[str]) -> WorkerManifest:
+    """The manifest without what cannot be written, so that the rest can be planned and shown."""
+    gone = {n for n in reasons if n not in sent}
+    return replace(
+        manifest,
+        expected={n: e for n, e in manifest.expected.items() if n not in gone},
+        pieces=tuple(p for p in manifest.pieces if p.name not in gone),
+        unresolved={},
+    )
+
+
+def _live_bytes(manifest: WorkerManifest) -> int:
+    return sum(math.prod(t.shape) * DTYPE_BYTES[t.dtype] for t in manifest.tensors.values())

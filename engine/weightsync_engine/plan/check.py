@@ -1,0 +1,202 @@
+"""Everything that can be wrong with sources and workers before layouts are matched, told by name."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from ..layout.boxes import Box
+from ..layout.shards import LayoutError, check_source
+from ..layout.tensors import DTYPE_BYTES, Piece, SourceParameter
+from ..protocol.messages import Problem
+from .groups import Worker
+from .steps import PlanError
+
+
+def problem(reason: str, message: str, rank: int | None = None) -> Problem:
+    return Problem(reason=reason, message=message[:1024], rank=rank)
+
+
+def check(
+    sources: Sequence[SourceParameter], workers: Sequence[Worker], trainer_ranks: int
+) -> dict[str, SourceParameter]:
+    """The sources by name. Raises `PlanError` with the first problem and the number of further ones.
+
+    `workers` come in order of rank.
+    """
+    problems = list(itertools.chain(_check_world(sources, workers, trainer_ranks)))
+    by_name = {s.name: s for s in sources}
+    if not problems:
+        checked: set[int] = set()
+        for worker in workers:
+            if id(worker.manifest) not in checked:  # of servers that are alike, the first is named
+                checked.add(id(worker.manifest))
+                problems += _check_worker(worker, by_name)
+        problems += _check_servers(by_name, workers)
+    if problems:
+        first = problems[0]
+        more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""
+        raise PlanError(problem(first.reason, first.message[: 1024 - len(more)] + more, first.rank))
+    return by_name
+
+
+def _check_world(
+    sources: Sequence[SourceParameter], workers: Sequence[Worker], trainer_ranks: int
+) -> Iterator[Problem]:
+    if not sources:
+        yield problem("NoParameters", "the trainer sends no parameters at all", 0)
+    ranks = [w.rank for w in workers]
+    if not ranks or ranks != list(range(trainer_ranks, trainer_ranks + len(ranks))):
+        yield problem("WorldSize", f"workers have ranks {ranks}, not those after {trainer_ranks} trainers")
+    parted = [
+        s for s, n in Counter(s for s, _ in itertools.groupby(w.server for w in workers)).items() if n > 1
+    ]
+    if parted:
+        yield problem("WorldSize", f"the ranks of server {parted[0]!r} are not neighbours")
+    seen: set[str] = set()
+    good: set[tuple[object, ...]] = set()
+    for source in sorted(sources, key=lambda s: s.name):
+        if source.name in seen:
+            yield problem("BadSource", f"the trainer gives {source.name!r} twice", 0)
+        seen.add(source.name)
+        layout = (id(source.mesh), source.placements, source.shape, source.dtype, source.within)
+        if layout in good:
+            continue
+        if source.dtype not in DTYPE_BYTES:
+            yield problem("BadSource", f"{source.name!r}: dtype {source.dtype!r} cannot travel", 0)
+        try:
+            check_source(source)
+        except LayoutError as e:
+            yield problem("BadSource", str(e), 0)
+            continue
+        outside = max(source.mesh.ranks)
+        if outside >= trainer_ranks:
+            yield problem(
+                "WorldSize",
+                f"{source.name!r} lives on trainer ranks up to {outside}, but the epoch has {trainer_ranks} "
+                "trainer ranks: all ranks of the trainer must be members",
+                0,
+            )
+        good.add(layout)
+
+
+def _check_worker(worker: Worker, sources: dict[str, SourceParameter]) -> Iterator[Problem]:
+    manifest, who = worker.manifest, f"rank {worker.rank} (server {worker.server!r})"
+    for name, reason in sorted(manifest.unresolved.items()):
+        yield problem("Unresolved", f"{name!r} cannot be written on {who}: {reason}", worker.rank)
+    filled_by_alias = {n for a, n in manifest.aliases.items() if a in sources}
+    for name, expected in sorted(manifest.expected.items()):
+        source = sources.get(name)
+        if source is None:
+            if name not in manifest.aliases and name not in filled_by_alias:
+                yield problem(
+                    "NotSent", f"{name!r} is expected by {who}, but the trainer does not send it", worker.rank
+                )
+            continue
+        yield from _check_match(source, name, expected.shape, expected.dtype, who, worker.rank)
+    for alias, name in sorted(manifest.aliases.items()):
+        source, want = sources.get(alias), manifest.expected.get(name)
+        if source is not None and want is not None and alias not in manifest.expected:
+            yield from _check_match(source, alias, want.shape, want.dtype, who, worker.rank)
+    yield from _check_pieces(worker, who)
+
+
+def _check_match(
+    source: SourceParameter, name: str, shape: tuple[int, ...], dtype: str, who: str, rank: int
+) -> Iterator[Problem]:
+    if source.shape != shape:
+        yield problem(
+            "ShapeDiffers", f"{name!r}: the trainer sends shape {source.shape}, {who} has {shape}", rank
+        )
+    elif source.dtype != dtype:
+        yield problem(
+            "DtypeDiffers",
+            f"{name!r}: the trainer sends {source.dtype}, {who} has {dtype}; set the wire dtype to {dtype}",
+            rank,
+        )
+
+
+def _check_pieces(worker: Worker, who: str) -> Iterator[Problem]:
+    manifest = worker.manifest
+    regions: dict[str, list[tuple[Box, str]]] = {}
+    for piece in sorted(manifest.pieces, key=lambda p: (p.name, p.tensor)):
+        place, expected = manifest.tensors.get(piece.tensor), manifest.expected.get(piece.name)
+        if place is None or expected is None:
+            lacking = f"slab tensor {piece.tensor!r}" if place is None else "an expected shape"
+            yield problem("BadManifest", f"{piece.name!r} on {who}: its piece has no {lacking}", worker.rank)
+        elif not piece.box.inside(expected.shape):
+            yield problem(
+                "BadManifest",
+                f"{piece.name!r} on {who}: piece {piece} is not inside shape {expected.shape}",
+                worker.rank,
+            )
+        elif not _fits(piece, place.shape):
+            yield problem(
+                "BadManifest",
+                f"{piece.name!r} on {who}: piece {piece} leaves its slab tensor {place.shape}",
+                worker.rank,
+            )
+        elif place.dtype != expected.dtype:
+            yield problem(
+                "BadManifest",
+                f"{piece.name!r} on {who}: slab {place.dtype}, expected {expected.dtype}",
+                worker.rank,
+            )
+        elif piece.box.size:
+            regions.setdefault(piece.tensor, []).append((piece.region, piece.name))
+    for tensor in sorted(regions):
+        if len(regions[tensor]) == 1:
+            continue
+        ordered = sorted(regions[tensor], key=lambda r: (r[0].start, r[0].shape, r[1]))
+        for i, (box, name) in enumerate(ordered):
+            for other, second in ordered[i + 1 :]:
+                if box.shape and other.start[0] >= box.stop[0]:
+                    break
+                if box.intersect(other) is not None or not box.shape:
+                    yield problem(
+                        "BadManifest",
+                        f"{name!r} and {second!r} overlap in slab tensor {tensor!r} on {who}",
+                        worker.rank,
+                    )
+
+
+def _fits(piece: Piece, shape: tuple[int, ...]) -> bool:
+    if not len(piece.box.shape) <= len(piece.at) == len(shape) or min(piece.at, default=0) < 0:
+        return False
+    return piece.region.inside(shape)
+
+
+def _check_servers(sources: dict[str, SourceParameter], workers: Sequence[Worker]) -> Iterator[Problem]:
+    """Each server, as a whole, must know each name that is sent and give it a place."""
+    members: dict[str, list[Worker]] = {}
+    for worker in workers:
+        members.setdefault(worker.server, []).append(worker)
+    done: set[tuple[int, ...]] = set()
+    for server, group in members.items():
+        key = tuple(sorted({id(w.manifest) for w in group}))
+        if key in done:
+            continue
+        done.add(key)
+        known: set[str] = set()
+        placed: set[str] = set()
+        for worker in group:
+            manifest = worker.manifest
+            known |= manifest.expected.keys() | manifest.aliases.keys() | manifest.unresolved.keys()
+            placed |= {p.name for p in manifest.pieces if p.box.size}
+            placed |= {a for a, n in manifest.aliases.items()} | manifest.unresolved.keys()
+        for name in sorted(sources):
+            if name not in known:
+                yield problem(
+                    "UnknownParameter",
+                    f"{name!r} is sent by the trainer, but server {server!r} (ranks {group[0].rank} to "
+                    f"{group[-1].rank}) has no such parameter",
+                    group[0].rank,
+                )
+            elif name not in placed and Box.whole(sources[name].shape).size:
+                yield problem(
+                    "Uncovered",
+                    f"{name!r}: no rank of server {server!r} ({group[0].rank} to {group[-1].rank}) "
+                    "has a place for it",
+                    group[0].rank,
+                )
