@@ -25,7 +25,7 @@ from ..layout.codec import (
     encode_sources,
     encode_worker,
 )
-from ..layout.shards import LayoutError, shard_boxes
+from ..layout.shards import LayoutError
 from ..layout.tensors import SourceParameter, TrainerManifest, WorkerManifest
 from ..plan.compile import compile_plan
 from ..plan.groups import Worker
@@ -39,7 +39,7 @@ from ..transport.choose import choose
 from ..transport.presence import Presence
 from ..transport.store import EpochStore, check_cancelled, connect_store
 from .slab import Slab
-from .verify import Sums, judge_digests, source_sums, target_sums
+from .verify import Sums, judge_digests, shards_of, source_sums, target_sums
 
 STALL_SECONDS = 30.0
 """A peer that does nothing for this long is given up, or for a third of the deadline if that is shorter."""
@@ -209,9 +209,10 @@ class Epoch:
         if not isinstance(self._manifest, TrainerManifest):
             places = self._manifest.tensors.values()
         else:
-            for source in self._manifest.sources:
+            # Parameters that are regions of one tensor have its layout.
+            one_each = {s.tensor: s for s in self._manifest.sources}.values()
+            for source, box in shards_of(one_each, self.rank):
                 place = self._manifest.tensors.get(source.tensor)
-                box = shard_boxes(source).get(self.rank)
                 held = (place.shape, place.dtype) if place is not None and 0 not in place.shape else None
                 if held != ((box.shape, source.dtype) if box is not None else None):
                     return Problem(
