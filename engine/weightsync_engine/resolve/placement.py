@@ -14,6 +14,20 @@ from .names import CheckpointNames
 from .shards import Run, Unresolvable, fused
 
 
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A region of a live tensor and what fills it, where it is not a cut along one dimension (experts)."""
+
+    name: str
+    """vLLM's unfused name of the checkpoint parameter."""
+    whole: tuple[int, ...]
+    """The checkpoint parameter's shape."""
+    box: Box
+    """The part of it that is held."""
+    at: tuple[int, ...]
+    """Where in the live tensor; may have more (leading) dimensions than the parameter."""
+
+
 @dataclass(frozen=True)
 class LiveTensor:
     """One parameter of a live vLLM model, as its module describes it."""
@@ -27,6 +41,11 @@ class LiveTensor:
     runs: tuple[Run, ...] = ()
     """The checkpoint parameters in it, in order, along `dim`. Empty: one, held whole by every worker."""
     dim: int = 0
+    slots: tuple[tuple[Slot, ...], ...] = ()
+    """Instead of runs: the ways in which a checkpoint may hold what is in it. The first one counts whose names
+    are all there."""
+    also: tuple[str, ...] = ()
+    """More of vLLM's names: other paths to the same module."""
     borrowed: bool = False
     """Another module owns the parameter (a tied head): its description counts."""
     must_compare: bool = False
@@ -37,8 +56,8 @@ class LiveTensor:
 
 @dataclass(frozen=True)
 class Placed:
-    """Elements `box` of checkpoint parameter `name` are held in live tensor `live` from `at` on (same
-    shape)."""
+    """Elements `box` of checkpoint parameter `name` are held in live tensor `live` from `at` on (same shape,
+    with extent 1 in the leading dimensions that the parameter lacks)."""
 
     name: str
     box: Box
@@ -64,6 +83,8 @@ class Placement:
     unresolved: dict[str, str] = field(default_factory=dict)
     must_compare: frozenset[str] = frozenset()
     """Names in `expected` that are believed only after a comparison with the checkpoint's values."""
+    shared: frozenset[str] = frozenset()
+    """Live tensors that hold something unresolved beside what is placed in them."""
 
 
 def place(
@@ -135,6 +156,9 @@ def place(
 def _names_or_live(tensor: LiveTensor, names: CheckpointNames) -> list[str]:
     """The names under which a user knows a tensor: the checkpoint's where they can be told, else vLLM's."""
     try:
+        if tensor.slots:
+            found = [name for name, _, _ in _slots(tensor, names)]
+            return list(dict.fromkeys(found)) or [tensor.name]
         return [name for group in _find(tensor, names) for name in group]
     except Unresolvable:
         return [tensor.name]
@@ -142,6 +166,8 @@ def _names_or_live(tensor: LiveTensor, names: CheckpointNames) -> list[str]:
 
 def _parts(tensor: LiveTensor, names: CheckpointNames) -> list[tuple[str, tuple[int, ...], list[Placed]]]:
     """(checkpoint name, its whole shape, its pieces) for everything in one live tensor."""
+    if tensor.slots:
+        return _slots(tensor, names)
     if not tensor.runs:
         (name,), *more = _find(tensor, names)
         if more:
@@ -169,6 +195,24 @@ def _parts(tensor: LiveTensor, names: CheckpointNames) -> list[tuple[str, tuple[
     return result
 
 
+def _slots(tensor: LiveTensor, names: CheckpointNames) -> list[tuple[str, tuple[int, ...], list[Placed]]]:
+    """As `_parts`, for a tensor of experts."""
+    for slots in tensor.slots:
+        found: dict[str, tuple[tuple[int, ...], list[Placed]]] = {}
+        for slot in slots:
+            group = names.find(slot.name)
+            if len(group) != 1:
+                break
+            whole, pieces = found.setdefault(group[0], (slot.whole, []))
+            if whole != slot.whole:
+                raise Unresolvable(f"{group[0]} would be both {list(whole)} and {list(slot.whole)}")
+            pieces.append(Placed(group[0], slot.box, tensor.name, slot.at))
+        else:
+            return [(name, whole, pieces) for name, (whole, pieces) in found.items()]
+    wanted = " nor ".join(slots[0].name for slots in tensor.slots)
+    raise Unresolvable(f"the checkpoint has neither {wanted}, which {tensor.name} would hold")
+
+
 def _piece(tensor: LiveTensor, name: str, run: Run) -> Placed:
     if run.at + run.length > tensor.shape[tensor.dim]:
         raise Unresolvable(
@@ -182,19 +226,30 @@ def _piece(tensor: LiveTensor, name: str, run: Run) -> Placed:
 
 def _find(tensor: LiveTensor, names: CheckpointNames) -> list[list[str]]:
     """One group of one name for each checkpoint parameter in the tensor, in the order of its runs."""
-    module, _, leaf = tensor.name.rpartition(".")
-    own = names.find(tensor.name)
+    refused: Unresolvable | None = None
+    for name in (tensor.name, *tensor.also):
+        try:
+            return _find_as(name, tensor, names)
+        except Unresolvable as e:
+            refused = refused or e
+    assert refused is not None
+    raise refused
+
+
+def _find_as(live: str, tensor: LiveTensor, names: CheckpointNames) -> list[list[str]]:
+    module, _, leaf = live.rpartition(".")
+    own = names.find(live)
     packed = names.rules.components(module) if len(tensor.runs) != 1 else None
     if packed is None or (names.known and own):
         # Not packed, or packed in the checkpoint already.
         if not own:
             raise Unresolvable(
-                f"no parameter of the checkpoint maps to {tensor.name}"
+                f"no parameter of the checkpoint maps to {live}"
                 if names.known
-                else f"no checkpoint name can be told for {tensor.name}"
+                else f"no checkpoint name can be told for {live}"
             )
         if len(own) > 1:
-            raise Unresolvable(f"{', '.join(own)} all map to {tensor.name}")
+            raise Unresolvable(f"{', '.join(own)} all map to {live}")
         return [own]
     stem, components = packed
     groups = []
@@ -203,7 +258,7 @@ def _find(tensor: LiveTensor, names: CheckpointNames) -> list[list[str]]:
         group = names.find(wanted)
         if len(group) != 1:
             raise Unresolvable(
-                f"{tensor.name} packs {wanted}, "
+                f"{live} packs {wanted}, "
                 + (f"to which {', '.join(group)} all map" if group else "which the checkpoint does not have")
             )
         groups.append(group)
