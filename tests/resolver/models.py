@@ -13,13 +13,15 @@ import torch
 from weightsync_engine.resolve.offline import Parallel
 
 COMMON: dict[str, Any] = {
-    "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+    "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2,
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": 512,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False,
 }  # fmt: skip
 TP = (Parallel(1), Parallel(2), Parallel(4))
 EP = (Parallel(2, experts=True), Parallel(4, experts=True))
 PP = (Parallel(2, pipeline=2),)
+FULL = (*TP, *EP, *PP, Parallel(8), Parallel(8, experts=True), Parallel(2, 2, experts=True))
+"""What the full matrix asks of every architecture that can."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,12 @@ DEEPSEEK = COMMON | {
     "num_key_value_heads": 8, "moe_intermediate_size": 128, "n_routed_experts": 8, "n_shared_experts": 1,
     "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 64,
     "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32,
-    "num_nextn_predict_layers": 0, "head_dim": 32,
+    "num_nextn_predict_layers": 0, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+}  # fmt: skip
+
+VISION = {
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 56,
+    "patch_size": 14,
 }  # fmt: skip
 
 ARCHITECTURES = (
@@ -87,7 +94,10 @@ ARCHITECTURES = (
     Architecture("Gemma2ForCausalLM", "Gemma2Config", COMMON | {"tie_word_embeddings": True}),
     Architecture("Gemma3ForCausalLM", "Gemma3TextConfig", COMMON | {"tie_word_embeddings": True}),
     Architecture("Phi3ForCausalLM", "Phi3Config", COMMON),
-    Architecture("DeepseekV2ForCausalLM", "DeepseekV2Config", DEEPSEEK, parallel=TP + EP),
+    Architecture(
+        "DeepseekV2ForCausalLM", "DeepseekV2Config",
+        DEEPSEEK | {"topk_method": "group_limited_greedy", "scoring_func": "softmax"}, parallel=TP + EP,
+    ),
     Architecture("DeepseekV3ForCausalLM", "DeepseekV3Config", DEEPSEEK, parallel=TP + EP),
     Architecture(
         "GptOssForCausalLM", "GptOssConfig",
@@ -95,14 +105,19 @@ ARCHITECTURES = (
         parallel=TP + EP,
     ),  # fmt: skip
     Architecture(
-        "Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLConfig",
+        "PaliGemmaForConditionalGeneration", "PaliGemmaConfig",
         {
-            "text_config": COMMON | {"rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}},
-            "vision_config": {
-                "depth": 2, "hidden_size": 128, "intermediate_size": 256, "num_heads": 4, "out_hidden_size": 128,
-                "fullatt_block_indexes": [1],
-            },
-            "image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8,
+            "text_config": COMMON | {"model_type": "gemma", "tie_word_embeddings": True},
+            "vision_config": VISION | {"model_type": "siglip_vision_model", "projection_dim": 256},
+            "image_token_index": 5, "projection_dim": 256, "tie_word_embeddings": True,
+        },
+        auto="AutoModelForImageTextToText",
+    ),
+    Architecture(
+        "Idefics3ForConditionalGeneration", "Idefics3Config",
+        {
+            "text_config": COMMON | {"model_type": "llama"}, "vision_config": VISION, "image_token_id": 5,
+            "scale_factor": 2, "tie_word_embeddings": False,
         },
         auto="AutoModelForImageTextToText",
     ),

@@ -41,6 +41,11 @@ class Resolved:
     """Slab tensors whose live tensor holds something unresolved as well, which others may write: of these, only
     the pieces may be copied."""
 
+    direct_bytes: int = 0
+    """Of this worker's weights: what is written directly."""
+    other_bytes: int = 0
+    """What is not; `manifest.unresolved` has the reasons."""
+
     def copies(self, slab: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """What the flip copies: (name, live memory, the same region of `slab`'s tensor)."""
         for name, live in self.views.items():
@@ -93,12 +98,21 @@ def resolve(
         unresolved=placement.unresolved,
         aliases=placement.aliases,
     )
+    shared = frozenset(views) & placement.shared
+    direct, other = 0, 0
+    sizes: dict[str | None, int] = {}
+    for piece in pieces:
+        sizes[piece.tensor] = sizes.get(piece.tensor, 0) + piece.box.size
+    held = {tensor.storage: tensor.name for tensor in live if tensor.name in views}
+    for storage, tensor in {tensor.storage: tensor for tensor in live}.items():
+        name = held.get(storage)
+        data = memory[name or tensor.name]
+        planned_here = sizes.get(name, 0) * data.element_size()
+        direct += planned_here
+        if name is None or name in shared:
+            other += data.numel() * data.element_size() - planned_here
     return Resolved(
-        manifest,
-        size,
-        views,
-        "" if checkpoint is not None else why_none,
-        frozenset(views) & placement.shared,
+        manifest, size, views, "" if checkpoint is not None else why_none, shared, direct, other
     )
 
 
