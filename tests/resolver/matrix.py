@@ -19,6 +19,7 @@ from weightsync_engine.resolve.manifest import Resolved, region_of, resolve
 from weightsync_engine.resolve.offline import OfflineWorker, Parallel, build_worker
 from weightsync_engine.vllm.shadow import Flipped, Shadow
 
+DTYPE = "float32"
 WANT = Flipped("uid", 1, 1, "b")
 
 
@@ -86,7 +87,7 @@ def move(
     first: Path, second: Path, parallel: Parallel, rank: int, move_by: Callable[..., None] = fill
 ) -> Moved:
     """Load A, fill the shadow with B by the manifest, flip."""
-    worker = build_worker(first, rank, parallel, weights=True)
+    worker = build_worker(first, rank, parallel, weights=True, dtype=DTYPE)
     with open_checkpoint(str(first), None, "auto") as checkpoint:
         resolved = resolve(worker.model, checkpoint)
     slab = Slab.create(resolved.slab_bytes)

@@ -11,8 +11,9 @@ import re
 
 import pytest
 import torch
-from tests.resolver.matrix import Folders, bits, cases, load, move, tensors
+from tests.resolver.matrix import DTYPE, Folders, bits, cases, load, move, tensors
 from tests.resolver.models import Architecture
+
 from weightsync_engine.resolve.offline import Parallel, build_worker
 
 CASES = cases()
@@ -42,7 +43,7 @@ def test_what_is_written_is_bit_for_bit_what_vllm_would_load(
             assert re.search(expected[0], reason), f"rank {rank}: {name}: {reason}"
         unresolved |= set(manifest.unresolved)
         aliases |= set(manifest.aliases)
-        fresh = dict(tensors(build_worker(second, rank, parallel, weights=True).model))
+        fresh = dict(tensors(build_worker(second, rank, parallel, weights=True, dtype=DTYPE).model))
         assert fresh.keys() == moved.after.keys()
         for name, tensor in fresh.items():
             if name in manifest.unresolved:
@@ -56,4 +57,6 @@ def test_what_is_written_is_bit_for_bit_what_vllm_would_load(
     assert bool(unresolved) == bool(wanted), f"resolved after all: {list(wanted)}"
     for name in set(shapes) - aliases:
         missing = math.prod(shapes[name]) - int(written[name].sum()) if name in written else -1
-        assert missing == 0 or any(re.fullmatch(p, name) for p in wanted), f"{name}: {missing} elements go nowhere"
+        assert missing == 0 or any(re.fullmatch(p, name) for p in wanted), (
+            f"{name}: {missing} elements go nowhere"
+        )

@@ -33,8 +33,10 @@ def describe_experts(
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
     kind = type(module)
-    if not isinstance(module, RoutedExperts) or kind.load_weights is not RoutedExperts.load_weights:
+    if not isinstance(module, RoutedExperts):
         raise Unresolvable(f"its experts are kept by {kind.__name__}, whose layout is not known")
+    if (kind.load_weights, kind.weight_loader) != (RoutedExperts.load_weights, RoutedExperts.weight_loader):
+        raise Unresolvable(f"its experts are loaded by {kind.__name__}, which is not known to copy plainly")
     loader = getattr(parameter, "weight_loader", None)
     if getattr(loader, "__func__", None) is not RoutedExperts.weight_loader or loader.__self__ is not module:
         raise Unresolvable("its loader is not the one of its experts")

@@ -24,6 +24,7 @@ TRANSFORMS = (
     "its live values differ from the checkpoint's: vLLM's loader transforms them, so a copy would not do "
     "what it does"
 )
+UNTOLD = "it has no loader, and the checkpoint's values do not tell which part of it this worker holds"
 
 
 @dataclass(frozen=True)
@@ -111,9 +112,7 @@ def resolve(
         direct += planned_here
         if name is None or name in shared:
             other += data.numel() * data.element_size() - planned_here
-    return Resolved(
-        manifest, size, views, "" if checkpoint is not None else why_none, shared, direct, other
-    )
+    return Resolved(manifest, size, views, "" if checkpoint is not None else why_none, shared, direct, other)
 
 
 def region_of(tensor: torch.Tensor, region: Box) -> torch.Tensor:
@@ -147,6 +146,10 @@ def compared(
             if not torch.equal(view, values.to(device=view.device, dtype=view.dtype)):
                 unresolved[placed.name] = TRANSFORMS
                 break
+        if (other := placement.guessed.get(placed.name)) is not None and placed.name not in unresolved:
+            mine, theirs = checkpoint.sample(placed.name, placed.box), checkpoint.sample(placed.name, other)
+            if all(torch.equal(a, b) for (_, a), (_, b) in zip(mine, theirs, strict=True)):
+                unresolved[placed.name] = UNTOLD
     if unresolved == placement.unresolved:
         return placement
     return dataclasses.replace(

@@ -207,7 +207,7 @@ def _sharded(base: LiveTensor, module: Any, leaf: str, parameter: nn.Parameter) 
     if loader is None or loader is default_weight_loader:
         if isinstance(module, (linear.LinearBase, VocabParallelEmbedding)) and leaf in ("weight", "bias"):
             raise Unresolvable("its loader is gone, so nothing tells which part of the parameter it is")
-        return dataclasses.replace(base, must_compare=not _is_plain(module))
+        return dataclasses.replace(base, must_compare=not _is_plain(module), group=_group(module))
     owner, function = _unbound(loader)
     if (
         owner is not module
@@ -277,6 +277,15 @@ def _sharded(base: LiveTensor, module: Any, leaf: str, parameter: nn.Parameter) 
             f"{module.tp_rank} of {module.tp_size} should hold ({held} in dimension {dim})"
         )
     return dataclasses.replace(base, runs=tuple(runs), dim=dim)
+
+
+def _group(module: nn.Module) -> tuple[int, int]:
+    """Size and rank of the tensor-parallel group of a module's own linear layers."""
+    from vllm.model_executor.layers.linear import LinearBase
+
+    groups = {(int(m.tp_size), int(m.tp_rank)) for m in module.children() if isinstance(m, LinearBase)}
+    cut = [group for group in groups if group[0] > 1]
+    return cut[0] if len(cut) == 1 else (1, 0)
 
 
 def _dim(parameter: nn.Parameter, attribute: str) -> int | None:

@@ -50,6 +50,9 @@ class LiveTensor:
     """Another module owns the parameter (a tied head): its description counts."""
     must_compare: bool = False
     """Nothing but the values can tell whether this is a plain copy of the checkpoint's parameter."""
+    group: tuple[int, int] = (1, 0)
+    """Size and rank of the tensor-parallel group that its layer is cut over. Where `must_compare`, the parameter
+    may be one of as many equal shares."""
     problem: str = ""
     """Why it cannot be written directly."""
 
@@ -85,6 +88,8 @@ class Placement:
     """Names in `expected` that are believed only after a comparison with the checkpoint's values."""
     shared: frozenset[str] = frozenset()
     """Live tensors that hold something unresolved beside what is placed in them."""
+    guessed: dict[str, Box] = field(default_factory=dict)
+    """Names whose box is told by nothing but the shapes: the box of another worker, whose values must differ."""
 
 
 def place(
@@ -104,6 +109,7 @@ def place(
     aliases: dict[str, str] = {}
     unresolved: dict[str, str] = {}
     compare: set[str] = set()
+    guessed: dict[str, Box] = {}
     first: dict[Hashable, tuple[str, tuple[str, ...]]] = {}
     tied: list[tuple[LiveTensor, str, tuple[str, ...]]] = []
 
@@ -121,8 +127,11 @@ def place(
         if tensor.storage in first:
             tied.append((tensor, *first[tensor.storage]))
             continue
+        guess: Box | None = None
         try:
             parts = _parts(tensor, names)
+            if tensor.must_compare and shapes is not None:
+                parts, guess = _share(tensor, parts, shapes)
             for name, whole, _ in parts:
                 known = None if shapes is None else shapes.get(name)
                 if known is not None and known != whole:
@@ -141,6 +150,8 @@ def place(
             placed.extend(pieces)
             if tensor.must_compare:
                 compare.add(name)
+            if guess is not None:
+                guessed[name] = guess
 
     for tensor, other, targets in tied:
         # The other name of the same memory: whichever of the two the trainer sends, one write covers both.
@@ -150,7 +161,32 @@ def place(
         alias = found[0] if found else tensor.name
         if alias != targets[0]:
             aliases[alias] = targets[0]
-    return Placement(expected, tuple(placed), aliases, unresolved, frozenset(compare))
+    return Placement(expected, tuple(placed), aliases, unresolved, frozenset(compare), guessed=guessed)
+
+
+_Parts = list[tuple[str, tuple[int, ...], list[Placed]]]
+"""(checkpoint name, its whole shape, its pieces)"""
+
+
+def _share(
+    tensor: LiveTensor, parts: _Parts, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[_Parts, Box | None]:
+    """A parameter without a loader that the checkpoint has `size` times as long in one dimension: then it is
+    this worker's share (attention sinks), if the values say so too. Also the share of the next worker."""
+    size, rank = tensor.group
+    if len(parts) != 1 or size == 1:
+        return parts, None
+    ((name, shape, _),) = parts
+    known = shapes.get(name, shape)
+    longer = [d for d, (a, b) in enumerate(zip(shape, known, strict=False)) if a != b]
+    if len(known) != len(shape) or len(longer) != 1 or known[longer[0]] != size * shape[longer[0]]:
+        return parts, None
+
+    def share(of: int) -> Box:
+        return Box(tuple(of * n if d == longer[0] else 0 for d, n in enumerate(shape)), shape)
+
+    piece = Placed(name, share(rank), tensor.name, (0,) * len(shape))
+    return [(name, known, [piece])], share((rank + 1) % size)
 
 
 def _names_or_live(tensor: LiveTensor, names: CheckpointNames) -> list[str]:
@@ -164,8 +200,8 @@ def _names_or_live(tensor: LiveTensor, names: CheckpointNames) -> list[str]:
         return [tensor.name]
 
 
-def _parts(tensor: LiveTensor, names: CheckpointNames) -> list[tuple[str, tuple[int, ...], list[Placed]]]:
-    """(checkpoint name, its whole shape, its pieces) for everything in one live tensor."""
+def _parts(tensor: LiveTensor, names: CheckpointNames) -> _Parts:
+    """Everything in one live tensor."""
     if tensor.slots:
         return _slots(tensor, names)
     if not tensor.runs:
