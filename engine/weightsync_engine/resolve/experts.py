@@ -38,7 +38,7 @@ def describe_experts(
     if (kind.load_weights, kind.weight_loader) != (RoutedExperts.load_weights, RoutedExperts.weight_loader):
         raise Unresolvable(f"its experts are loaded by {kind.__name__}, which is not known to copy plainly")
     loader = getattr(parameter, "weight_loader", None)
-    if getattr(loader, "__func__", None) is not RoutedExperts.weight_loader or loader.__self__ is not module:
+    if loader != module.weight_loader:
         raise Unresolvable("its loader is not the one of its experts")
     method = module.quant_method
     if type(method).__name__ != "UnquantizedFusedMoEMethod":

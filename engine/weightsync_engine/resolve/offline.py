@@ -164,12 +164,12 @@ def build_worker(
     Raises:
         OfflineError: names the model, the rank and what vLLM said.
     """
+    if min(parallel.tensor, parallel.pipeline) < 1:
+        raise OfflineError(f"{parallel}: sizes must be at least 1")
     if not 0 <= rank < parallel.workers:
         raise OfflineError(
             f"rank {rank} is none of the {parallel.workers} workers of {parallel}: count from 0"
         )
-    if min(parallel.tensor, parallel.pipeline) < 1:
-        raise OfflineError(f"{parallel}: sizes must be at least 1")
     with contextlib.ExitStack() as stack:
         if isinstance(model, Mapping):
             if weights:

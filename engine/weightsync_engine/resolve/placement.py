@@ -236,7 +236,7 @@ def _slots(tensor: LiveTensor, names: CheckpointNames) -> list[tuple[str, tuple[
     for slots in tensor.slots:
         found: dict[str, tuple[tuple[int, ...], list[Placed]]] = {}
         for slot in slots:
-            group = names.find(slot.name)
+            group = names.find(slot.name, "." + slot.name.rpartition("experts.")[2])
             if len(group) != 1:
                 break
             whole, pieces = found.setdefault(group[0], (slot.whole, []))

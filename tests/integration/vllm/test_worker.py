@@ -350,7 +350,9 @@ def test_quantised_layers_experts_and_strided_tensors_are_refused(
         m.setattr(module, "quant_method", type("Fp8LinearMethod", (), {})())
         assert "Fp8LinearMethod" in reason(original, checkpoint, name)
     with monkeypatch.context() as m:
-        m.setattr(module, "__class__", type("Experts", (type(module),), {"__module__": "x.fused_moe.layer"}))
+        m.setattr(
+            module, "__class__", type("Experts", (torch.nn.Module,), {"__module__": "x.fused_moe.layer"})
+        )
         assert "experts" in reason(original, checkpoint, name)
     with monkeypatch.context() as m:
         m.setattr(module.weight, "data", module.weight.data.t().contiguous().t())
