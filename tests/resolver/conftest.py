@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +12,9 @@ import pytest
 LIVE_WEIGHTS = Path(__file__).parents[1] / "vllm_live_weights"
 
 
-@pytest.fixture(scope="session", autouse=True)
-def kept_weights() -> Iterator[None]:
+@contextlib.contextmanager
+def keep_weights() -> Iterator[None]:
+    """vLLM as the tests need it, outside of pytest too."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {
             "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR",
@@ -23,6 +25,12 @@ def kept_weights() -> Iterator[None]:
         import vllm_live_weights
 
         vllm_live_weights.register()
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kept_weights() -> Iterator[None]:
+    with keep_weights():
         yield
 
 

@@ -11,6 +11,7 @@ import re
 
 import pytest
 import torch
+from tests.resolver import table
 from tests.resolver.matrix import DTYPE, Folders, bits, cases, load, move, tensors
 from tests.resolver.models import Architecture
 
@@ -60,3 +61,7 @@ def test_what_is_written_is_bit_for_bit_what_vllm_would_load(
         assert missing == 0 or any(re.fullmatch(p, name) for p in wanted), (
             f"{name}: {missing} elements go nowhere"
         )
+
+
+def test_the_table_in_the_docs_is_current(folders: Folders) -> None:
+    assert table.FILE.read_text() == table.table(folders), "run `make generate`"
