@@ -35,28 +35,8 @@ def second(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(first: Path) -> Iterator[Any]:
-    """vLLM in this process, built as a server builds it: plugin, engine, shadow, mover."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": "127.0.0.1",
-            "GLOO_SOCKET_IFNAME": "lo", "VLLM_PLUGINS": "weightsync",
-        }.items():  # fmt: skip
-            patch.setenv(name, value)
-        patch.syspath_prepend(serving.LIVE_WEIGHTS)
-        import vllm_live_weights
-
-        vllm_live_weights.register()
-        from vllm import LLM
-
-        llm = LLM(
-            str(first), dtype="float32", enforce_eager=True, max_model_len=256,
-            kv_cache_memory_bytes=64 << 20, skip_tokenizer_init=True, seed=0,
-            weight_transfer_config={"backend": "weightsync"},
-        )  # fmt: skip
+    with serving.in_process(first) as llm:
         yield llm
-        worker(llm).weight_transfer_engine.shutdown()
-        llm.llm_engine.engine_core.shutdown()
 
 
 def worker(llm: Any) -> Any:
