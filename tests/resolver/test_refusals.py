@@ -252,6 +252,34 @@ def test_a_share_that_the_values_do_not_tell_is_refused(folders: Folders, tmp_pa
     assert piece.box == Box((4,), (4,))
 
 
+def test_sinks_of_which_the_kernel_keeps_a_copy_are_refused(folders: Folders) -> None:
+    folder = folders(named("GptOssForCausalLM"), 1)
+    model = build_worker(folder, weights=True, dtype=DTYPE).model
+    attention = model.get_submodule("model.layers.0.attn.attn")
+    attention.impl.sinks = attention.impl.sinks.to(torch.float64)
+    with open_checkpoint(str(folder), None, "auto") as checkpoint:
+        resolved = resolve(model, checkpoint).manifest
+    assert "float64" in resolved.unresolved["model.layers.0.self_attn.sinks"]
+    assert "model.layers.1.self_attn.sinks" in resolved.expected
+
+
+def test_a_buffer_is_a_destination_exactly_if_the_checkpoint_has_it(
+    folders: Folders, model: nn.Module, tmp_path: Path
+) -> None:
+    values = load(folders(named("Qwen3MoeForCausalLM"), 1)) | {"model.norm.factor": torch.tensor([1.5, 2.5])}
+    save_file(values, tmp_path / "model.safetensors")
+    norm = model.get_submodule("model.norm")
+    norm.register_buffer("factor", torch.tensor([1.5, 2.5]))
+    norm.register_buffer("own", torch.tensor([3.5]))
+    with open_checkpoint(str(tmp_path), None, "auto") as checkpoint:
+        resolved = resolve(model, checkpoint)
+        assert resolved.manifest.unresolved == {}
+        assert resolved.manifest.expected["model.norm.factor"].shape == (2,)
+        assert "model.norm.own" not in resolved.views
+        norm.factor.add_(1)
+        assert "model.norm.factor" in resolve(model, checkpoint).manifest.unresolved
+
+
 def test_layers_wrapped_for_adapters_are_refused(
     model: nn.Module, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:

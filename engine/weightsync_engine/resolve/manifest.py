@@ -110,7 +110,7 @@ def resolve(
         data = memory[name or tensor.name]
         planned_here = sizes.get(name, 0) * data.element_size()
         direct += planned_here
-        if name is None or name in shared:
+        if name in shared or (name is None and not tensor.optional):
             other += data.numel() * data.element_size() - planned_here
     return Resolved(manifest, size, views, "" if checkpoint is not None else why_none, shared, direct, other)
 

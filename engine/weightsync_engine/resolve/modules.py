@@ -113,6 +113,29 @@ def read_model(model: nn.Module, planned: bool = False) -> Iterator[tuple[LiveTe
                 yield _describe(one, module, leaf, parameter, planned), data
             except Unresolvable as e:
                 yield dataclasses.replace(one, problem=str(e)), data
+    yield from _buffers(model)
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[LiveTensor, torch.Tensor]]:
+    """Persistent buffers: those that are in the checkpoint too were loaded from it."""
+    for path, module in model.named_modules():
+        for leaf, data in module._buffers.items():
+            if data is None or leaf in module._non_persistent_buffers_set:
+                continue
+            name = f"{path}.{leaf}" if path else leaf
+            dtype = dtype_name(data.dtype)
+            problem = ""
+            if dtype not in DTYPE_BYTES or not data.is_contiguous() or data.numel() == 0:
+                problem = (
+                    f"a buffer of shape {list(data.shape)}, strides {data.stride()} and {dtype} cannot travel"
+                )
+            yield (
+                LiveTensor(
+                    name, tuple(data.shape), dtype, _storage(data, name),
+                    must_compare=True, group=_group(module), optional=True, problem=problem,
+                ),
+                data,
+            )  # fmt: skip
 
 
 def _storage(data: torch.Tensor, name: str) -> Any:
@@ -135,11 +158,24 @@ def _derived(model: nn.Module) -> tuple[set[int], dict[int, str]]:
         for name, tensor in {**module._parameters, **module._buffers, **vars(module)}.items():
             if not name.startswith("W_") or not isinstance(tensor, torch.Tensor):
                 continue
-            if tensor.untyped_storage()._cdata == source.untyped_storage()._cdata:
+            if _same_memory(tensor, source):
                 views.add(id(tensor))
             else:
                 problems[id(source)] = problems[id(tensor)] = _DERIVED_COPY.format(name)
+    for module in model.modules():
+        # Attention sinks: some kernels keep them in another dtype.
+        sinks = module._parameters.get("sinks")
+        for part in () if sinks is None else module.modules():
+            kept = getattr(getattr(part, "impl", None), "sinks", None)
+            if sinks is not None and isinstance(kept, torch.Tensor) and not _same_memory(kept, sinks):
+                problems[id(sinks)] = _DERIVED_COPY.format(f"its kernel's sinks of {dtype_name(kept.dtype)}")
     return views, problems
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata or (
+        not one.is_meta and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    )
 
 
 def _is_moe(module: nn.Module) -> bool:

