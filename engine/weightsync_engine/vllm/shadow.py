@@ -38,10 +38,15 @@ class Shadow:
         """A copy began and did not end: the live weights are of no one version."""
         self.seconds = 0.0
         """Duration of the last copy."""
-        names = list(resolved.views)
-        self._names = names
-        self._live = [resolved.views[name] for name in names]
-        self._next = [slab.tensor(resolved.manifest.tensors[name]) for name in names]
+        held = {name: slab.tensor(place) for name, place in resolved.manifest.tensors.items()}
+        with torch.inference_mode():
+            # What no piece fills (the padding of a vocabulary) stays as it is live.
+            for name, live in resolved.views.items():
+                held[name].copy_(live)
+        copies = list(resolved.copies(held))
+        self._names = [name for name, _, _ in copies]
+        self._live = [live for _, live, _ in copies]
+        self._next = [new for _, _, new in copies]
 
     def flip(self, want: Flipped) -> Problem | None:
         """Make the shadow live if it holds exactly what was decided. Repeated calls answer as the first.
@@ -91,6 +96,11 @@ class Shadow:
         """The first tensor whose live bytes are not the shadow's: memory that something else writes or has
         moved."""
         for name, live, shadow in zip(self._names, self._live, self._next, strict=True):
-            if not torch.equal(live.contiguous().view(torch.uint8), shadow.view(torch.uint8)):
+            if not torch.equal(_bytes(live), _bytes(shadow)):
                 return name
         return None
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Flat, so that bits are compared and not values (NaN, -0.0)."""
+    return tensor.reshape(-1).view(torch.uint8)
