@@ -1,7 +1,8 @@
 """The resolver against vLLM's own loader, for every architecture and every worker of a server.
 
-A random checkpoint A is loaded by vLLM; our pieces get the values of checkpoint B; then every live tensor is
-compared bit for bit with what vLLM loads from B itself.
+A random checkpoint A is loaded by vLLM; checkpoint B, cut over three trainer ranks, goes through our plan into the
+shadows and by a flip into the live model; then every live tensor is compared bit for bit with what vLLM loads from B
+itself.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import re
 import pytest
 import torch
 from tests.resolver import table
-from tests.resolver.matrix import DTYPE, Folders, bits, cases, load, move, tensors
+from tests.resolver.matrix import DTYPE, Folders, bits, cases, load, move_server, tensors
 from tests.resolver.models import Architecture
 
 from weightsync_engine.resolve.offline import Parallel, build_worker
@@ -35,8 +36,7 @@ def test_what_is_written_is_bit_for_bit_what_vllm_would_load(
     written: dict[str, torch.Tensor] = {}
     shapes = {name: tuple(tensor.shape) for name, tensor in load(first).items()}
     aliases, unresolved = set(), set()
-    for rank in range(parallel.workers):
-        moved = move(first, second, parallel, rank)
+    for rank, moved in enumerate(move_server(first, second, parallel)):
         manifest = moved.resolved.manifest
         for name, reason in manifest.unresolved.items():
             expected = [why for pattern, why in wanted.items() if re.fullmatch(pattern, name)]
