@@ -109,9 +109,10 @@ def _plan(options: argparse.Namespace) -> int:
             )
         mesh = parse_mesh(options.trainer)
         specs = [parse_server(s) for s in options.server or ["tp=1"]]
-        kinds = [(s, _manifests(folder, s, options.dtype)) for s in specs]
         build = models.table_model if options.table else models.trainer_model
         model = build(options.table or folder, options.dtype)
+        shapes = {r.name: r.shape for t in model.tensors for r in t.regions}
+        kinds = [(s, _manifests(folder, s, options.dtype, shapes)) for s in specs]
         tensors = models.with_wire_dtypes(model.tensors, tuple(m for _, ms in kinds for m in ms))
         sent = sources(tensors, mesh)
         reasons = {n: why for _, ms in kinds for m in ms for n, why in m.unresolved.items()} | model.refused
@@ -142,12 +143,14 @@ def _plan(options: argparse.Namespace) -> int:
     return REFUSED if reasons else 0
 
 
-def _manifests(folder: Path, spec: ServerSpec, dtype: str | None) -> tuple[WorkerManifest, ...]:
+def _manifests(
+    folder: Path, spec: ServerSpec, dtype: str | None, shapes: dict[str, tuple[int, ...]]
+) -> tuple[WorkerManifest, ...]:
     from ..resolve.offline import Parallel
     from . import models
 
     parallel: Parallel = Parallel(spec.tensor, spec.pipeline, spec.experts)
-    return models.server_manifests(folder, parallel, dtype)
+    return models.server_manifests(folder, parallel, dtype, shapes)
 
 
 def _title(spec: ServerSpec) -> str:

@@ -120,13 +120,15 @@ def table_model(file: Path, dtype: str | None) -> TrainerModel:
     return TrainerModel(tuple(tensors), {}, 0)
 
 
-def server_manifests(folder: Path, parallel: Parallel, dtype: str | None) -> tuple[WorkerManifest, ...]:
-    """Of each worker of one server, in order of rank. Raises `ModelError`."""
+def server_manifests(
+    folder: Path, parallel: Parallel, dtype: str | None, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[WorkerManifest, ...]:
+    """Of each worker of one server, in order of rank. `shapes`: of what the trainer sends. Raises `ModelError`."""
     try:
         workers = []
         for rank in range(parallel.workers):
             built = build_worker(folder, rank, parallel, dtype=dtype or "auto")
-            workers.append(resolve(built.model, None, planned=True).manifest)
+            workers.append(resolve(built.model, None, planned=True, shapes=shapes).manifest)
         return tuple(workers)
     except ImportError as e:
         raise ModelError(

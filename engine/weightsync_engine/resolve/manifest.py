@@ -69,6 +69,7 @@ def resolve(
     refuse: str = "",
     *,
     planned: bool = False,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Resolved:
     """Resolve a loaded model.
 
@@ -78,13 +79,15 @@ def resolve(
         why_none: why there is no checkpoint.
         refuse: a reason that concerns the whole model: then every parameter is unresolved with it.
         planned: the model has shapes only; nothing can be compared, and of the checkpoint only the shapes count.
+        shapes: of the checkpoint's parameters by name, where they are known without one.
     """
     described = list(read_model(model, planned))
     live = [tensor for tensor, _ in described]
     if refuse:
         live = [dataclasses.replace(tensor, problem=refuse) for tensor in live]
     memory = {tensor.name: data for tensor, data in described}
-    shapes = None if checkpoint is None else checkpoint.shapes
+    if checkpoint is not None:
+        shapes = checkpoint.shapes
     placement = place(live, CheckpointNames(name_rules(model), shapes), shapes)
     if not planned:
         placement = compared(placement, memory, checkpoint, why_none)
