@@ -8,6 +8,7 @@ problem.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -31,11 +32,12 @@ from ..plan.compile import compile_plan
 from ..plan.groups import Worker
 from ..plan.plan import LocalPart, LocalStep, Plan
 from ..plan.steps import PlanError
+from ..plan.validate import Envelope
 from ..protocol.messages import PlanSummary, Problem
 from ..protocol.mover import MoverJoin, MoverTransfer
-from ..protocol.names import PROTOCOL_VERSION
+from ..protocol.names import ENV_STEP_BYTES, PROTOCOL_VERSION
 from ..transport.base import Agreed, Failure, PeerFailure, Transport
-from ..transport.choose import choose
+from ..transport.choose import choose, envelope
 from ..transport.presence import Presence
 from ..transport.store import EpochStore, check_cancelled, connect_store
 from .slab import Slab
@@ -65,6 +67,7 @@ class Epoch:
         self._cancel = threading.Event()
         self._store: EpochStore | None = None
         self._kind: type[Transport]
+        self._envelope: Envelope
         self._transport: Transport | None = None
         self._sources: tuple[SourceParameter, ...] = ()
         self._plan: Plan | None = None
@@ -111,7 +114,7 @@ class Epoch:
         problem = own_problem
         if problem is None:
             try:
-                plan = compile_plan(sources, workers, request.trainer_ranks, self._kind.envelope)
+                plan = compile_plan(sources, workers, request.trainer_ranks, self._envelope)
                 problem = self._check_slab(plan)
             except PlanError as e:
                 problem = e.problem
@@ -143,6 +146,7 @@ class Epoch:
                 r.rank,
             )
         self._kind = choose(r.transport, self._slab.device.type, r.rank)
+        self._envelope = envelope(self._kind, os.environ, r.rank)
 
     def _runtime(self) -> dict[str, Any]:
         """What must be equal on all ranks besides the plan."""
@@ -151,6 +155,7 @@ class Epoch:
             "byteorder": sys.byteorder,
             "torch": torch.__version__.split("+")[0],
             "transport": self._kind.__name__,
+            ENV_STEP_BYTES: self._envelope.max_local_bytes,
             **self._kind.runtime(),
             "world": [self.request.world_size, self.request.trainer_ranks],
         }

@@ -49,3 +49,9 @@ DEFAULT_OPERATOR = "weightsync-system:weightsync-operator"
 def audience(namespace: str, name: str) -> str:
     """The audience of the operator's token for one WeightSync object."""
     return f"{GROUP}/{namespace}/{name}"
+
+
+ENV_STEP_BYTES = "WEIGHTSYNC_STEP_BYTES"
+"""The most that one rank holds of one step, in bytes; default: what the transport does best with (64 MiB for gloo,
+256 MiB for nccl_m2n, 1 GiB for nccl_p2p). Smaller saves staging memory, larger saves fixed costs. Equal on all
+ranks, trainer and servers: a plan is made for it."""

@@ -34,6 +34,7 @@ from weightsync_engine.mover.slab import Slab, plan_slab
 from weightsync_engine.mover.supervisor import MoverSupervisor
 from weightsync_engine.protocol.messages import EpochPhase, RoundPhase
 from weightsync_engine.protocol.mover import MoverJoin, MoverState, MoverTransfer
+from weightsync_engine.protocol.names import ENV_STEP_BYTES
 from weightsync_engine.transport.store import open_store
 
 HOST = "127.0.0.1"
@@ -119,7 +120,16 @@ class Fleet:
         for rank in range(TRAINERS + SERVERS * TP):
             slab, manifest = make(rank, layers)
             role = "trainer" if rank < TRAINERS else "inference"
-            supervisor = MoverSupervisor(role, rank, slab, manifest, folder, on_outcome, spare=rank in spare)
+            supervisor = MoverSupervisor(
+                role,
+                rank,
+                slab,
+                manifest,
+                folder,
+                on_outcome,
+                spare=rank in spare,
+                env={ENV_STEP_BYTES: "256"},
+            )
             server = "trainer" if rank < TRAINERS else f"server-{(rank - TRAINERS) // TP}"
             members.append(
                 Member(rank, server, slab, manifest, supervisor, MoverClient(supervisor.socket_path).start())
