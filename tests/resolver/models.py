@@ -35,6 +35,8 @@ class Architecture:
     values: dict[str, Any] = field(default_factory=dict)
     note: str = ""
     parallel: tuple[Parallel, ...] = TP
+    impossible: tuple[Parallel, ...] = ()
+    """Of the full matrix: what vLLM itself cannot do with a model so small."""
     unresolved: Callable[[Parallel], dict[str, str]] = lambda parallel: {}
     """What cannot be written directly: a pattern of names -> a pattern of the reason."""
     auto: str = "AutoModelForCausalLM"
@@ -97,7 +99,7 @@ ARCHITECTURES = (
         "MixtralConfig",
         COMMON | {"num_local_experts": 6, "num_experts_per_tok": 2},
         "6 experts",
-        parallel=TP + EP,
+        parallel=(*TP, *EP, Parallel(8, experts=True)),
     ),
     Architecture("Gemma2ForCausalLM", "Gemma2Config", COMMON | {"tie_word_embeddings": True}),
     Architecture("Gemma3ForCausalLM", "Gemma3TextConfig", COMMON | {"tie_word_embeddings": True}),
@@ -116,6 +118,7 @@ ARCHITECTURES = (
         | {"num_local_experts": 4, "num_experts_per_tok": 2}
         | {"layer_types": ["sliding_attention", "full_attention"]},
         parallel=TP + EP,
+        impossible=(Parallel(8), Parallel(8, experts=True)),
         unresolved=lambda parallel: {
             r".*\.mlp\.experts\..*": "loaded by GptOssRoutedExperts, which is not known to copy plainly"
         },
@@ -131,5 +134,6 @@ ARCHITECTURES = (
             "tie_word_embeddings": False,
         },
         auto="AutoModelForImageTextToText",
+        impossible=(*PP, Parallel(8)),
     ),
 )

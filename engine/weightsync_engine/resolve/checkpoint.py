@@ -49,9 +49,13 @@ class Checkpoint:
         """Idempotent."""
         self._stack.close()
 
-    def sample(self, name: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
-        """The first and the last row of a box of a parameter: each with its own box, in the checkpoint's
-        dtype."""
+    def sample(self, name: str, box: Box, whole: bool = False) -> Iterator[tuple[Box, torch.Tensor]]:
+        """The first and the last row of a box of a parameter, or all of it: each with its own box, in the
+        checkpoint's dtype."""
+        if whole and box.shape:
+            index = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
+            yield box, self._files[name].get_slice(name)[index]
+            return
         if not box.shape:
             yield box, self._files[name].get_tensor(name)
             return

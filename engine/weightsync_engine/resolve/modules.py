@@ -93,8 +93,8 @@ def read_model(model: nn.Module, planned: bool = False) -> Iterator[tuple[LiveTe
         assert parameter is not None
         if id(parameter) in derived:
             continue  # A view of a parameter, written with it.
-        if _is_moe(module) and id(parameter) in elsewhere:
-            continue  # The router's own, lent to its experts.
+        if _is_moe(module) and (id(parameter) in elsewhere or getattr(module, "local_num_experts", 1) == 0):
+            continue  # The router's own, lent to its experts; or a worker without experts.
         data = parameter.data
         base = LiveTensor(
             name=name,
