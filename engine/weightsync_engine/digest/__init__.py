@@ -12,9 +12,11 @@ from __future__ import annotations
 import torch
 
 from ..layout.boxes import Box
+from . import cuda
 
 MODULUS = 1 << 64
 _CHUNK = 1 << 15  # elements: the temporaries of a chunk stay in the processor's cache
+_DEVICE_CHUNK = 1 << 24  # elements: few launches, and temporaries of some hundred MB
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
@@ -35,20 +37,35 @@ def box_digest(tensor: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
     if tuple(tensor.shape) != box.shape or not Box.whole(shape).contains(box):
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} does not hold {box} of shape {shape}")
     dims = _joined(box, shape)
+    if tensor.is_cuda:
+        return cuda.digests([(tensor, box, dims)], _sum)[0]
+    return int(_sum(tensor, dims)) % MODULUS
+
+
+def warm_up(device: torch.device) -> None:
+    """Compile what digests on that device need."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            cuda.kernel()
+
+
+def _sum(tensor: torch.Tensor, dims: list[tuple[int, int, int]]) -> torch.Tensor:
+    """The sum over a box's elements as a tensor without dimensions, on the tensor's device."""
     width = tensor.element_size()
     flat = tensor.reshape(-1).view(_BITS[width])
     mask = (1 << 8 * width) - 1
-    total = 0
-    for start in range(0, box.size, _CHUNK):
-        bits = flat[start : start + _CHUNK].to(torch.int64, copy=True)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    chunk = _DEVICE_CHUNK if tensor.is_cuda else _CHUNK
+    for start in range(0, flat.numel(), chunk):
+        bits = flat[start : start + chunk].to(torch.int64, copy=True)
         if width < 8:
             bits &= mask
         index = torch.arange(start, start + bits.numel(), dtype=torch.int64, device=tensor.device)
         index = _linear(index, dims)
         index *= _signed(_GOLDEN)
         bits += _finish(index)
-        total += int(_finish(bits).sum())
-    return total % MODULUS
+        total += _finish(bits).sum()
+    return total
 
 
 def _finish(z: torch.Tensor) -> torch.Tensor:
