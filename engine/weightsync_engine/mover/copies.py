@@ -22,8 +22,8 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
         into.append(target)
         of.append(source)
     for into, of in groups.values():
-        # Never beside the host: the caller may change host memory as soon as this returns.
-        torch._foreach_copy_(into, of, non_blocking=into[0].is_cuda and of[0].is_cuda)
+        # Blocking beside the host, whose memory the caller may change as soon as this returns.
+        torch._foreach_copy_(into, of)
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor, chunk: int = 1 << 24) -> bool:

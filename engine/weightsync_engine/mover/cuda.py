@@ -205,11 +205,11 @@ class Device:
         """Memory that torch's allocator holds in this process and does not use."""
         if not _cuda.is_initialized():
             return 0
-        return _cuda.memory_reserved(self.torch) - _cuda.memory_allocated(self.torch)
+        return int(_cuda.memory_reserved(self.torch) - _cuda.memory_allocated(self.torch))
 
     def used_here(self) -> int:
         """Memory that torch's allocator holds in this process."""
-        return _cuda.memory_reserved(self.torch) if _cuda.is_initialized() else 0
+        return int(_cuda.memory_reserved(self.torch)) if _cuda.is_initialized() else 0
 
     def drop_cached(self) -> None:
         if _cuda.is_initialized():

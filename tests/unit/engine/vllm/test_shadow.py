@@ -81,7 +81,7 @@ def test_weights_are_torn_until_a_whole_flip_if_a_copy_breaks(
 ) -> None:
     receive(shadow, "step-7", 7, 7.0)
 
-    def broken(live: list[torch.Tensor], new: list[torch.Tensor], non_blocking: bool) -> None:
+    def broken(live: list[torch.Tensor], new: list[torch.Tensor]) -> None:
         live[0].copy_(new[0])
         raise RuntimeError("device lost")
 
