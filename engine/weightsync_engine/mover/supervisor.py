@@ -7,9 +7,11 @@ leave a note for it, so they cannot block a training step or a decode step, what
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import logging
 import os
+import re
 import selectors
 import stat
 import subprocess
@@ -61,6 +63,25 @@ def mover_environment(base: Mapping[str, str], extra: Mapping[str, str] | None =
     env["OMP_NUM_THREADS"] = "1"
     env.update(extra or {})
     return env
+
+
+def nccl_library(preloads: str) -> str:
+    """The libnccl that a mover is to load before torch loads the one that it was built with; empty: torch's.
+
+    What this process preloads counts first, then the newest thing that can be imported: the wheel of NCCL.
+    """
+    for path in re.split("[ :]+", preloads):
+        if os.path.basename(path).startswith("libnccl.so"):
+            return path
+    try:
+        spec = importlib.util.find_spec("nvidia.nccl")
+    except ImportError:
+        return ""
+    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
+        library = Path(folder) / "lib" / "libnccl.so.2"
+        if library.exists():
+            return str(library)
+    return ""
 
 
 class _Child:
@@ -144,6 +165,10 @@ class MoverSupervisor:
         self._env = mover_environment(os.environ, env)
         if slab.gpu is not None:
             self._env |= visible_to_child(slab.gpu.uuid, self._env)
+            if (library := nccl_library(os.environ.get("LD_PRELOAD", ""))) and "LD_PRELOAD" not in (
+                env or {}
+            ):
+                self._env["LD_PRELOAD"] = library
         self._active: _Child | None = None
         self._spare: _Child | None = None
         self._quick_deaths = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import struct
+import sys
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from weightsync_engine.mover import cuda
 from weightsync_engine.mover import slab as module
 from weightsync_engine.mover.memory import MIB, Needs, Staging, check_memory
 from weightsync_engine.mover.slab import HEADER_BYTES, Slab, SlabError
+from weightsync_engine.mover.supervisor import nccl_library
 
 PLACE = SlabTensor(256, (4,), "float32")
 
@@ -255,3 +257,22 @@ def test_a_child_sees_the_one_gpu_by_its_uuid():
 
 def test_a_part_of_a_gpu_keeps_its_own_name():
     assert cuda.visible_to_child(UUID, {"CUDA_VISIBLE_DEVICES": "MIG-1234"}) == {}
+
+
+# ---- NCCL ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_mover_loads_the_nccl_that_its_parent_preloads_and_nothing_else_of_it():
+    assert nccl_library("/opt/tcmalloc.so:/opt/nccl/libnccl.so.2") == "/opt/nccl/libnccl.so.2"
+
+
+def test_else_the_one_of_the_first_wheel_on_the_path(tmp_path, monkeypatch):
+    library = tmp_path / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    for name in ("nvidia", "nvidia.nccl"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert nccl_library("/opt/tcmalloc.so") == str(library)
+    library.unlink()
+    assert nccl_library("") == ""
