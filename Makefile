@@ -4,11 +4,11 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help setup lint format generate verify unit integration e2e test demo demo-down clean
+.PHONY: help setup lint format generate verify unit resolver resolver-matrix integration e2e test demo demo-down clean
 .DEFAULT_GOAL := help
 
 help: ## Show the targets
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: .venv/installed ## The virtual environment with everything that tests and demo need
 
@@ -32,9 +32,16 @@ format: setup ## Rewrite the code in the house style
 
 generate: setup ## Rewrite the generated files
 	$(BIN)/python -m weightsync_operator.api.crd
+	$(BIN)/python -m tests.resolver.table
 
 verify: setup
 	$(BIN)/python -m weightsync_operator.api.crd --check
+
+resolver: setup ## The resolver against vLLM's own loader, every architecture
+	$(PYTEST) tests/resolver
+
+resolver-matrix: setup ## The same with larger groups of workers
+	WEIGHTSYNC_MATRIX=full $(PYTEST) tests/resolver
 
 unit: setup ## Pure code, seconds
 	$(PYTEST) tests/unit
@@ -45,7 +52,7 @@ integration: setup ## Real processes, real vLLM on the CPU, a real API server
 e2e: setup ## Real pods in a real kind cluster
 	$(PYTEST) tests/e2e
 
-test: lint unit integration e2e ## Everything
+test: lint unit resolver integration e2e ## Everything
 
 demo: setup ## Three versions of a model's weights arrive in two vLLM servers inside a real cluster
 	$(BIN)/python -m examples.demo up

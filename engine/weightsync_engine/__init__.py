@@ -8,9 +8,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .trainer import Handle, Publisher, PublishError, PublishTimeout, RoundFailed, Superseded
+    from .trainer import (
+        Handle,
+        Publisher,
+        PublishError,
+        PublishTimeout,
+        RoundFailed,
+        Superseded,
+        checkpoint_names,
+    )
 
-__all__ = ["Handle", "PublishError", "PublishTimeout", "Publisher", "RoundFailed", "Superseded"]
+__all__ = [
+    "Handle",
+    "PublishError",
+    "PublishTimeout",
+    "Publisher",
+    "RoundFailed",
+    "Superseded",
+    "checkpoint_names",
+]
 
 
 def __getattr__(name: str) -> Any:

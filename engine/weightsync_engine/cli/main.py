@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import math
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -58,8 +58,7 @@ def parse_server(given: str) -> ServerSpec:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0, or 1 if servers would refuse the plan, or 2 for wrong input."""
     options = _parser().parse_args(arguments)
-    logging.basicConfig(level=logging.ERROR)
-    logging.getLogger("vllm").setLevel(logging.ERROR)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
     return int(options.run(options))
 
 
@@ -91,7 +90,9 @@ def _parser() -> argparse.ArgumentParser:
         help='checkpoint parameters that the trainer sends, as JSON {"name": {"shape": [..], "dtype": ".."}}; '
         "default: what transformers builds from the configuration",
     )
-    plan.add_argument("--dtype", help="in which servers hold the weights (vLLM's --dtype; default: the model's)")
+    plan.add_argument(
+        "--dtype", help="in which servers hold the weights (vLLM's --dtype; default: the model's)"
+    )
     plan.add_argument("--json", action="store_true", help="everything, with each rank's share")
     plan.set_defaults(run=_plan)
     return parser
@@ -103,15 +104,22 @@ def _plan(options: argparse.Namespace) -> int:
     try:
         folder = options.model.parent if options.model.name == "config.json" else options.model
         if not (folder / "config.json").is_file():
-            raise models.ModelError(f"{options.model}: there is no config.json; give a model's folder or that file")
+            raise models.ModelError(
+                f"{options.model}: there is no config.json; give a model's folder or that file"
+            )
         mesh = parse_mesh(options.trainer)
         specs = [parse_server(s) for s in options.server or ["tp=1"]]
-        kinds = [(s, _manifests(folder, s, options.dtype)) for s in specs]
         build = models.table_model if options.table else models.trainer_model
         model = build(options.table or folder, options.dtype)
+        shapes = {r.name: r.shape for t in model.tensors for r in t.regions}
+        kinds = [(s, _manifests(folder, s, options.dtype, shapes)) for s in specs]
         tensors = models.with_wire_dtypes(model.tensors, tuple(m for _, ms in kinds for m in ms))
         sent = sources(tensors, mesh)
         reasons = {n: why for _, ms in kinds for m in ms for n, why in m.unresolved.items()} | model.refused
+        if reasons:  # live tensors go by vLLM's names, so what would fill them is known by nobody
+            known = {n for _, ms in kinds for m in ms for n in (*m.expected, *m.aliases)} | reasons.keys()
+            why = "the servers could not resolve the live tensor that it belongs to"
+            reasons |= {s.name: why for s in sent if s.name not in known}
         kept = tuple(s for s in sent if s.name not in reasons)
         lost = sum(math.prod(s.shape) * DTYPE_BYTES[s.dtype] for s in sent if s.name in reasons)
         workers, servers, rank = list[Worker](), list[Server](), mesh.ranks
@@ -135,16 +143,19 @@ def _plan(options: argparse.Namespace) -> int:
     return REFUSED if reasons else 0
 
 
-def _manifests(folder: Path, spec: ServerSpec, dtype: str | None) -> tuple[WorkerManifest, ...]:
+def _manifests(
+    folder: Path, spec: ServerSpec, dtype: str | None, shapes: dict[str, tuple[int, ...]]
+) -> tuple[WorkerManifest, ...]:
     from ..resolve.offline import Parallel
     from . import models
 
     parallel: Parallel = Parallel(spec.tensor, spec.pipeline, spec.experts)
-    return models.server_manifests(folder, parallel, dtype)
+    return models.server_manifests(folder, parallel, dtype, shapes)
 
 
 def _title(spec: ServerSpec) -> str:
-    return f"TP {spec.tensor}" + (f" x PP {spec.pipeline}" if spec.pipeline > 1 else "") + (" EP" if spec.experts else "")
+    stages = f" x PP {spec.pipeline}" if spec.pipeline > 1 else ""
+    return f"TP {spec.tensor}{stages}{' EP' if spec.experts else ''}"
 
 
 def _without(manifest: WorkerManifest, reasons: dict[str, str], sent: set[str]) -> WorkerManifest:

@@ -86,7 +86,9 @@ def parse_mesh(text: str) -> TrainerMesh:
         if name not in DIMENSIONS:
             raise MeshError(f"{part.strip()!r}: expected NAME=SIZE with a name of {known}, such as fsdp=8")
         if not size.isdigit() or int(size) < 1:
-            raise MeshError(f"{part.strip()!r}: the size must be a whole number of at least 1")
+            raise MeshError(
+                f"{part.strip()!r}: the size must be a whole number of at least 1, such as fsdp=8"
+            )
         if name in dict(dims):
             raise MeshError(f"{name!r} is given twice")
         dims.append((name, int(size)))
@@ -116,7 +118,9 @@ def sources(tensors: Sequence[Tensor], mesh: TrainerMesh) -> tuple[SourceParamet
         for region in tensor.regions:
             whole = region.shape == tensor.shape
             within = None if whole else Within(tensor.name, tensor.shape, region.at)
-            found.append(SourceParameter(region.name, region.shape, tensor.dtype, meshes[key], placements, within))
+            found.append(
+                SourceParameter(region.name, region.shape, tensor.dtype, meshes[key], placements, within)
+            )
     return tuple(found)
 
 

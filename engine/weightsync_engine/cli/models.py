@@ -39,7 +39,9 @@ def trainer_model(folder: Path, dtype: str | None) -> TrainerModel:
     try:
         from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     except ImportError as e:
-        raise ModelError("transformers is not installed: install it, or give the parameters with --table") from e
+        raise ModelError(
+            "transformers is not installed: install it, or give the parameters with --table"
+        ) from e
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         build: Any = AutoModelForCausalLM
@@ -101,7 +103,9 @@ def table_model(file: Path, dtype: str | None) -> TrainerModel:
     except (OSError, ValueError) as e:
         raise ModelError(f"--table {file}: {e}") from e
     if not isinstance(entries, dict) or not entries:
-        raise ModelError(f'--table {file}: expected an object of {{"name": {{"shape": [..], "dtype": ".."}}}}')
+        raise ModelError(
+            f'--table {file}: expected an object of {{"name": {{"shape": [..], "dtype": ".."}}}}'
+        )
     tensors: list[Tensor] = []
     for name, entry in entries.items():
         if name == "__metadata__":
@@ -112,19 +116,19 @@ def table_model(file: Path, dtype: str | None) -> TrainerModel:
         kind = dtype or entry.get("dtype", "bfloat16")
         if kind not in DTYPE_BYTES:
             raise ModelError(f"--table {file}: {name!r} has dtype {kind!r}; known: {', '.join(DTYPE_BYTES)}")
-        tensors.append(
-            Tensor(name, tuple(shape), kind, (Region(name, (0,) * len(shape), tuple(shape)),))
-        )
+        tensors.append(Tensor(name, tuple(shape), kind, (Region(name, (0,) * len(shape), tuple(shape)),)))
     return TrainerModel(tuple(tensors), {}, 0)
 
 
-def server_manifests(folder: Path, parallel: Parallel, dtype: str | None) -> tuple[WorkerManifest, ...]:
-    """Of each worker of one server, in order of rank. Raises `ModelError`."""
+def server_manifests(
+    folder: Path, parallel: Parallel, dtype: str | None, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[WorkerManifest, ...]:
+    """Of each worker of one server, in order of rank. `shapes`: of what the trainer sends. Raises `ModelError`."""
     try:
         workers = []
         for rank in range(parallel.workers):
             built = build_worker(folder, rank, parallel, dtype=dtype or "auto")
-            workers.append(resolve(built.model, None, planned=True).manifest)
+            workers.append(resolve(built.model, None, planned=True, shapes=shapes).manifest)
         return tuple(workers)
     except ImportError as e:
         raise ModelError(
@@ -134,7 +138,9 @@ def server_manifests(folder: Path, parallel: Parallel, dtype: str | None) -> tup
         raise ModelError(str(e)) from e
 
 
-def with_wire_dtypes(tensors: tuple[Tensor, ...], manifests: tuple[WorkerManifest, ...]) -> tuple[Tensor, ...]:
+def with_wire_dtypes(
+    tensors: tuple[Tensor, ...], manifests: tuple[WorkerManifest, ...]
+) -> tuple[Tensor, ...]:
     """Tensors in the dtypes in which the servers hold them: what a trainer sets its wire dtype to."""
     live = {name: e.dtype for m in manifests for name, e in m.expected.items()}
     live |= {alias: live[name] for m in manifests for alias, name in m.aliases.items() if name in live}

@@ -13,7 +13,7 @@ from ..layout.tensors import DTYPE_BYTES, SourceParameter
 from ..plan.cost import RankCost, links, rank_costs
 from ..plan.plan import Plan
 
-IN_FLIGHT = 2
+IN_FLIGHT = 3
 """Steps for which a transport has staging memory at the same time."""
 
 

@@ -26,7 +26,7 @@ from ..layout.codec import (
     encode_sources,
     encode_worker,
 )
-from ..layout.shards import LayoutError, shard_boxes
+from ..layout.shards import LayoutError
 from ..layout.tensors import SourceParameter, TrainerManifest, WorkerManifest
 from ..plan.compile import compile_plan
 from ..plan.groups import Worker
@@ -41,7 +41,7 @@ from ..transport.presence import Presence
 from ..transport.store import EpochStore, check_cancelled, connect_store
 from .memory import Staging
 from .slab import Slab
-from .verify import Sums, judge_digests, source_sums, target_sums
+from .verify import Sums, judge_digests, shards_of, source_sums, target_sums
 
 log = logging.getLogger(__name__)
 
@@ -223,9 +223,10 @@ class Epoch:
         if not isinstance(self._manifest, TrainerManifest):
             places = self._manifest.tensors.values()
         else:
-            for source in self._manifest.sources:
+            # Parameters that are regions of one tensor have its layout.
+            one_each = {s.tensor: s for s in self._manifest.sources}.values()
+            for source, box in shards_of(one_each, self.rank):
                 place = self._manifest.tensors.get(source.tensor)
-                box = shard_boxes(source).get(self.rank)
                 held = (place.shape, place.dtype) if place is not None and 0 not in place.shape else None
                 if held != ((box.shape, source.dtype) if box is not None else None):
                     return Problem(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from ..digest import MODULUS, box_digest
+import torch
+
+from ..digest import MODULUS, box_digests
 from ..layout.boxes import Box
 from ..layout.shards import shard_boxes
-from ..layout.tensors import SourceParameter, WorkerManifest
+from ..layout.tensors import Mesh, Placement, SourceParameter, WorkerManifest
 from ..plan.cuts import Holders
 from ..plan.plan import LocalPart, Plan
 from ..protocol.messages import Problem
@@ -18,24 +20,52 @@ Sums = dict[str, int]
 
 
 def source_sums(sources: Sequence[SourceParameter], rank: int, local: LocalTensor) -> Sums:
-    """Of a trainer rank's shards."""
-    sums: Sums = {}
+    """Of what a trainer rank's shards hold of each checkpoint parameter, elements counted in the parameter."""
+    held = list(_held(sources, rank))
+
+    def tensors() -> Iterator[tuple[torch.Tensor, Box, tuple[int, ...]]]:
+        for source, part, box in held:
+            yield local(part).reshape(box.shape), box, source.shape
+
+    return dict(zip((source.name for source, _, _ in held), box_digests(tensors()), strict=True))
+
+
+def shards_of(sources: Iterable[SourceParameter], rank: int) -> Iterator[tuple[SourceParameter, Box | None]]:
+    """Each source with the box of the trainer's tensor that a trainer rank holds. Raises `LayoutError`."""
+    # Thousands of parameters share few layouts, whose meshes may have thousands of ranks.
+    shards: dict[tuple[Mesh, tuple[Placement, ...], tuple[int, ...]], Box | None] = {}
     for source in sources:
-        box = shard_boxes(source).get(rank)
-        if box is not None:
-            part = LocalPart(source.name, Box.whole(box.shape))
-            sums[source.name] = box_digest(local(part), box, source.shape)
-    return sums
+        layout = (source.mesh, source.placements, source.tensor_shape)
+        if layout not in shards:
+            shards[layout] = shard_boxes(source).get(rank)
+        yield source, shards[layout]
+
+
+def _held(sources: Sequence[SourceParameter], rank: int) -> Iterator[tuple[SourceParameter, LocalPart, Box]]:
+    """What a trainer rank holds: parameter, where it is in the snapshot, which elements of the parameter it is."""
+    for source, shard in shards_of(sources, rank):
+        region = source.region
+        inside = shard.intersect(region) if shard is not None else None
+        if shard is None or inside is None:
+            continue
+        leading = len(region.shape) - len(source.shape)
+        of_parameter = inside.relative_to(region.start)
+        part = LocalPart(source.tensor, inside.relative_to(shard.start))
+        yield source, part, Box(of_parameter.start[leading:], of_parameter.shape[leading:])
 
 
 def target_sums(manifest: WorkerManifest, local: LocalTensor) -> Sums:
     """Of everything that a worker's shadow holds, by its own names; what it holds twice counts twice."""
-    sums: Sums = {}
-    for piece in manifest.pieces:
-        if piece.box.size:
+    pieces = [piece for piece in manifest.pieces if piece.box.size]
+
+    def tensors() -> Iterator[tuple[torch.Tensor, Box, tuple[int, ...]]]:
+        for piece in pieces:
             region = local(LocalPart(piece.tensor, piece.region)).reshape(piece.box.shape)
-            value = box_digest(region, piece.box, manifest.expected[piece.name].shape)
-            sums[piece.name] = (sums.get(piece.name, 0) + value) % MODULUS
+            yield region, piece.box, manifest.expected[piece.name].shape
+
+    sums: Sums = {}
+    for piece, value in zip(pieces, box_digests(tensors()), strict=True):
+        sums[piece.name] = (sums.get(piece.name, 0) + value) % MODULUS
     return sums
 
 

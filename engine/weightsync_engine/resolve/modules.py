@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ..layout.tensors import DTYPE_BYTES
+from .experts import describe_experts
 from .names import NameRules
 from .placement import LiveTensor
 from .shards import Unresolvable, even, merged, qkv, vocabulary
@@ -28,6 +29,7 @@ EMPTY = (
 _QUANTISED = ("packed_dim", "packed_factor", "marlin_tile_size")
 _TRANSFORMED = ("needs_scalar_to_array", "is_sharded_weight", "is_transposed", "use_bitsandbytes_4bit")
 _DERIVED = ("W_UK_T_dcp_qrep", "_cpu_unpacked_conv_weight")
+_DERIVED_COPY = "its layer computed {} from it after load, which would keep the old values"
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 
 
@@ -66,50 +68,143 @@ def name_rules(model: nn.Module) -> NameRules:
     )
 
 
-def read_model(model: nn.Module) -> Iterator[tuple[LiveTensor, torch.Tensor]]:
+def read_model(model: nn.Module, planned: bool = False) -> Iterator[tuple[LiveTensor, torch.Tensor]]:
     """Every parameter of the model with its description, tied ones under each of their names.
 
     A description that cannot be written directly carries its problem; nothing raises.
+
+    Args:
+        model: the worker's part of the model.
+        planned: the model is one of shapes only, on the meta device: what a server does with its weights
+            after load is taken to keep them as they are.
     """
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    paths: dict[tuple[int, str], list[tuple[str, nn.Module]]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for leaf, parameter in module._parameters.items():
-            if parameter is None:
+            if parameter is not None:
+                paths.setdefault((id(module), leaf), []).append((f"{path}.{leaf}" if path else leaf, module))
+    derived, problems = _derived(model)
+    elsewhere = {id(m._parameters[leaf]) for (_, leaf), ((_, m), *_) in paths.items() if not _is_moe(m)}
+    for (_, leaf), named in paths.items():
+        (name, module), *others = named
+        parameter = module._parameters[leaf]
+        assert parameter is not None
+        if id(parameter) in derived:
+            continue  # A view of a parameter, written with it.
+        if _is_moe(module) and id(parameter) in elsewhere:
+            continue  # The router's own, lent to its experts.
+        data = parameter.data
+        base = LiveTensor(
+            name=name,
+            shape=tuple(data.shape),
+            dtype=dtype_name(data.dtype),
+            storage=_storage(data, name),
+        )
+        if isinstance(module, VocabParallelEmbedding):
+            names = [base, *(dataclasses.replace(base, name=other) for other, _ in others)]
+        else:
+            names = [dataclasses.replace(base, also=tuple(other for other, _ in others))]
+        for one in names:
+            try:
+                if id(parameter) in problems:
+                    raise Unresolvable(problems[id(parameter)])
+                yield _describe(one, module, leaf, parameter, planned), data
+            except Unresolvable as e:
+                yield dataclasses.replace(one, problem=str(e)), data
+    yield from _buffers(model)
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[LiveTensor, torch.Tensor]]:
+    """Persistent buffers: those that are in the checkpoint too were loaded from it."""
+    for path, module in model.named_modules():
+        for leaf, data in module._buffers.items():
+            if data is None or leaf in module._non_persistent_buffers_set:
                 continue
             name = f"{path}.{leaf}" if path else leaf
-            data = parameter.data
-            base = LiveTensor(
-                name=name,
-                shape=tuple(data.shape),
-                dtype=dtype_name(data.dtype),
-                storage=_storage(data, name),
-            )
-            try:
-                yield _describe(base, module, leaf, parameter), data
-            except Unresolvable as e:
-                yield dataclasses.replace(base, problem=str(e)), data
+            dtype = dtype_name(data.dtype)
+            problem = ""
+            if dtype not in DTYPE_BYTES or not data.is_contiguous() or data.numel() == 0:
+                problem = (
+                    f"a buffer of shape {list(data.shape)}, strides {data.stride()} and {dtype} cannot travel"
+                )
+            yield (
+                LiveTensor(
+                    name, tuple(data.shape), dtype, _storage(data, name),
+                    must_compare=True, group=_group(module), optional=True, problem=problem,
+                ),
+                data,
+            )  # fmt: skip
 
 
 def _storage(data: torch.Tensor, name: str) -> Any:
-    if data.is_meta or data.numel() == 0:
+    """Equal exactly for the same memory, shape and strides."""
+    if data.numel() == 0:
         return name
-    return (data.device, data.data_ptr(), tuple(data.shape), data.stride())
+    memory = data.untyped_storage()._cdata if data.is_meta else data.data_ptr()
+    return (data.device, memory, data.storage_offset(), tuple(data.shape), data.stride())
 
 
-def _describe(base: LiveTensor, module: nn.Module, leaf: str, parameter: nn.Parameter) -> LiveTensor:
+def _derived(model: nn.Module) -> tuple[set[int], dict[int, str]]:
+    """What attention modules keep of their `kv_b_proj` (absorbed MLA): parameters that are views of its weight,
+    by id; and weights, by id, of which something is a copy, with the reason not to write them."""
+    views: set[int] = set()
+    problems: dict[int, str] = {}
+    for module in model.modules():
+        source = getattr(getattr(module, "kv_b_proj", None), "weight", None)
+        if not isinstance(source, torch.Tensor):
+            continue
+        for name, tensor in {**module._parameters, **module._buffers, **vars(module)}.items():
+            if not name.startswith("W_") or not isinstance(tensor, torch.Tensor):
+                continue
+            if _same_memory(tensor, source):
+                views.add(id(tensor))
+            else:
+                problems[id(source)] = problems[id(tensor)] = _DERIVED_COPY.format(name)
+    for module in model.modules():
+        # Attention sinks: some kernels keep them in another dtype.
+        sinks = module._parameters.get("sinks")
+        for part in () if sinks is None else module.modules():
+            kept = getattr(getattr(part, "impl", None), "sinks", None)
+            if sinks is not None and isinstance(kept, torch.Tensor) and not _same_memory(kept, sinks):
+                problems[id(sinks)] = _DERIVED_COPY.format(f"its kernel's sinks of {dtype_name(kept.dtype)}")
+    return views, problems
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata or (
+        not one.is_meta and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    )
+
+
+def _is_moe(module: nn.Module) -> bool:
+    """Experts and what runs them; a router's gate is a linear layer."""
+    from vllm.model_executor.layers.linear import LinearBase
+
+    return not isinstance(module, LinearBase) and any(
+        "fused_moe" in kind.__module__ or kind.__name__ == "FusedMoE" for kind in type(module).__mro__
+    )
+
+
+def _describe(
+    base: LiveTensor, module: nn.Module, leaf: str, parameter: nn.Parameter, planned: bool
+) -> LiveTensor:
     data = parameter.data
-    kind = type(module)
-    if data.is_meta:
+    if data.is_meta and not planned:
         raise Unresolvable("its live tensor has no memory (meta device)")
     if data.numel() == 0:
         raise Unresolvable(EMPTY)
-    if "fused_moe" in kind.__module__ or kind.__name__ == "FusedMoE":
-        raise Unresolvable("weights of a mixture of experts cannot be written yet")
+    if "lora" in type(module).__module__.split("."):
+        raise Unresolvable("its layer is wrapped for LoRA adapters")
     if not data.is_contiguous():
         raise Unresolvable(
             f"its live tensor is not contiguous (shape {list(data.shape)}, strides {data.stride()})"
         )
     if base.dtype not in DTYPE_BYTES:
         raise Unresolvable(f"weights of dtype {base.dtype} cannot travel")
+    if _is_moe(module):
+        return describe_experts(base, module, leaf, parameter, planned)
     method = getattr(module, "quant_method", None)
     if method is not None and type(method).__name__ not in _PLAIN_METHODS:
         raise Unresolvable(f"its layer keeps weights in the form of {type(method).__name__}")
@@ -119,14 +214,12 @@ def _describe(base: LiveTensor, module: nn.Module, leaf: str, parameter: nn.Para
         raise Unresolvable("its loader packs or transposes values")
     derived = next((a for a in _DERIVED if getattr(module, a, None) is not None), None)
     if derived:
-        raise Unresolvable(
-            f"its layer computed {derived} from it after load, which would keep the old values"
-        )
-    if leaf == "weight" and not _forward_reads(module, data):
+        raise Unresolvable(_DERIVED_COPY.format(derived))
+    if leaf == "weight" and not planned and not _forward_reads(module, data):
         raise Unresolvable(
             "its layer computes with a packed copy of it, made after load, which would keep the old values"
         )
-    return _sharded(base, module, parameter)
+    return _sharded(base, module, leaf, parameter)
 
 
 def _forward_reads(module: nn.Module, weight: torch.Tensor) -> bool:
@@ -140,7 +233,7 @@ def _forward_reads(module: nn.Module, weight: torch.Tensor) -> bool:
         return not bool(product(ones, torch.zeros_like(weight), None).any()) or not bool(weight.any())
 
 
-def _sharded(base: LiveTensor, module: Any, parameter: nn.Parameter) -> LiveTensor:
+def _sharded(base: LiveTensor, module: Any, leaf: str, parameter: nn.Parameter) -> LiveTensor:
     """The runs of a parameter, by the loader that its module (an nn.Module) gave it."""
     from vllm.model_executor.layers import linear
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -148,9 +241,9 @@ def _sharded(base: LiveTensor, module: Any, parameter: nn.Parameter) -> LiveTens
 
     loader = getattr(parameter, "weight_loader", None)
     if loader is None or loader is default_weight_loader:
-        if isinstance(module, (linear.LinearBase, VocabParallelEmbedding)):
+        if isinstance(module, (linear.LinearBase, VocabParallelEmbedding)) and leaf in ("weight", "bias"):
             raise Unresolvable("its loader is gone, so nothing tells which part of the parameter it is")
-        return dataclasses.replace(base, must_compare=not _is_plain(module))
+        return dataclasses.replace(base, must_compare=not _is_plain(module), group=_group(module))
     owner, function = _unbound(loader)
     if (
         owner is not module
@@ -220,6 +313,15 @@ def _sharded(base: LiveTensor, module: Any, parameter: nn.Parameter) -> LiveTens
             f"{module.tp_rank} of {module.tp_size} should hold ({held} in dimension {dim})"
         )
     return dataclasses.replace(base, runs=tuple(runs), dim=dim)
+
+
+def _group(module: nn.Module) -> tuple[int, int]:
+    """Size and rank of the tensor-parallel group of a module's own linear layers."""
+    from vllm.model_executor.layers.linear import LinearBase
+
+    groups = {(int(m.tp_size), int(m.tp_rank)) for m in module.children() if isinstance(m, LinearBase)}
+    cut = [group for group in groups if group[0] > 1]
+    return cut[0] if len(cut) == 1 else (1, 0)
 
 
 def _dim(parameter: nn.Parameter, attribute: str) -> int | None:

@@ -65,14 +65,21 @@ class CheckpointNames:
     def known(self) -> bool:
         return self._by_live is not None
 
-    def find(self, live: str) -> list[str]:
+    def find(self, live: str, ending: str = "") -> list[str]:
         """All checkpoint names that vLLM would load as `live`; none, or more than one, is for the caller to
-        judge."""
+        judge.
+
+        Args:
+            live: vLLM's name, unfused.
+            ending: its last components, where these are known to be the checkpoint's own: decides between
+                guesses.
+        """
         if self._by_live is not None:
             return list(self._by_live.get(live, ()))
         guesses = sorted(name for name in self._guesses(live) if self.rules.forward(name) == live)
         # A model declares a rewriting because its checkpoints need it, though vLLM's own name passes as well.
-        return [name for name in guesses if name != live] or guesses
+        other = [name for name in guesses if name != live and name.endswith(ending)]
+        return other or [name for name in guesses if name.endswith(ending)]
 
     def _guesses(self, live: str) -> Collection[str]:
         def undo(

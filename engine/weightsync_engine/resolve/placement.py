@@ -14,6 +14,20 @@ from .names import CheckpointNames
 from .shards import Run, Unresolvable, fused
 
 
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A region of a live tensor and what fills it, where it is not a cut along one dimension (experts)."""
+
+    name: str
+    """vLLM's unfused name of the checkpoint parameter."""
+    whole: tuple[int, ...]
+    """The checkpoint parameter's shape."""
+    box: Box
+    """The part of it that is held."""
+    at: tuple[int, ...]
+    """Where in the live tensor; may have more (leading) dimensions than the parameter."""
+
+
 @dataclass(frozen=True)
 class LiveTensor:
     """One parameter of a live vLLM model, as its module describes it."""
@@ -27,18 +41,28 @@ class LiveTensor:
     runs: tuple[Run, ...] = ()
     """The checkpoint parameters in it, in order, along `dim`. Empty: one, held whole by every worker."""
     dim: int = 0
+    slots: tuple[tuple[Slot, ...], ...] = ()
+    """Instead of runs: the ways in which a checkpoint may hold what is in it. The first one counts whose names
+    are all there."""
+    also: tuple[str, ...] = ()
+    """More of vLLM's names: other paths to the same module."""
     borrowed: bool = False
     """Another module owns the parameter (a tied head): its description counts."""
     must_compare: bool = False
     """Nothing but the values can tell whether this is a plain copy of the checkpoint's parameter."""
+    group: tuple[int, int] = (1, 0)
+    """Size and rank of the tensor-parallel group that its layer is cut over. Where `must_compare`, the parameter
+    may be one of as many equal shares."""
+    optional: bool = False
+    """It may well be no checkpoint's (a buffer): then it is left out."""
     problem: str = ""
     """Why it cannot be written directly."""
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Elements `box` of checkpoint parameter `name` are held in live tensor `live` from `at` on (same
-    shape)."""
+    """Elements `box` of checkpoint parameter `name` are held in live tensor `live` from `at` on (same shape,
+    with extent 1 in the leading dimensions that the parameter lacks)."""
 
     name: str
     box: Box
@@ -64,6 +88,10 @@ class Placement:
     unresolved: dict[str, str] = field(default_factory=dict)
     must_compare: frozenset[str] = frozenset()
     """Names in `expected` that are believed only after a comparison with the checkpoint's values."""
+    shared: frozenset[str] = frozenset()
+    """Live tensors that hold something unresolved beside what is placed in them."""
+    guessed: dict[str, Box] = field(default_factory=dict)
+    """Names whose box is told by nothing but the shapes: the box of another worker, whose values must differ."""
 
 
 def place(
@@ -83,6 +111,7 @@ def place(
     aliases: dict[str, str] = {}
     unresolved: dict[str, str] = {}
     compare: set[str] = set()
+    guessed: dict[str, Box] = {}
     first: dict[Hashable, tuple[str, tuple[str, ...]]] = {}
     tied: list[tuple[LiveTensor, str, tuple[str, ...]]] = []
 
@@ -90,6 +119,8 @@ def place(
     # What is wrong with a tensor under one of its names is wrong with the memory.
     problems = {tensor.storage: tensor.problem for tensor in tensors if tensor.problem}
     for tensor in sorted(tensors, key=lambda t: t.borrowed):
+        if tensor.optional and not (names.known and names.find(tensor.name)):
+            continue
         if tensor.storage in problems:
             for name in _names_or_live(tensor, names):
                 unresolved[name] = problems[tensor.storage]
@@ -100,8 +131,11 @@ def place(
         if tensor.storage in first:
             tied.append((tensor, *first[tensor.storage]))
             continue
+        guess: Box | None = None
         try:
             parts = _parts(tensor, names)
+            if tensor.must_compare and shapes is not None:
+                parts, guess = _share(tensor, parts, shapes)
             for name, whole, _ in parts:
                 known = None if shapes is None else shapes.get(name)
                 if known is not None and known != whole:
@@ -120,6 +154,8 @@ def place(
             placed.extend(pieces)
             if tensor.must_compare:
                 compare.add(name)
+            if guess is not None:
+                guessed[name] = guess
 
     for tensor, other, targets in tied:
         # The other name of the same memory: whichever of the two the trainer sends, one write covers both.
@@ -129,19 +165,49 @@ def place(
         alias = found[0] if found else tensor.name
         if alias != targets[0]:
             aliases[alias] = targets[0]
-    return Placement(expected, tuple(placed), aliases, unresolved, frozenset(compare))
+    return Placement(expected, tuple(placed), aliases, unresolved, frozenset(compare), guessed=guessed)
+
+
+_Parts = list[tuple[str, tuple[int, ...], list[Placed]]]
+"""(checkpoint name, its whole shape, its pieces)"""
+
+
+def _share(
+    tensor: LiveTensor, parts: _Parts, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[_Parts, Box | None]:
+    """A parameter without a loader that the checkpoint has `size` times as long in one dimension: then it is
+    this worker's share (attention sinks), if the values say so too. Also the share of the next worker."""
+    size, rank = tensor.group
+    if len(parts) != 1 or size == 1:
+        return parts, None
+    ((name, shape, _),) = parts
+    known = shapes.get(name, shape)
+    longer = [d for d, (a, b) in enumerate(zip(shape, known, strict=False)) if a != b]
+    if len(known) != len(shape) or len(longer) != 1 or known[longer[0]] != size * shape[longer[0]]:
+        return parts, None
+
+    def share(of: int) -> Box:
+        return Box(tuple(of * n if d == longer[0] else 0 for d, n in enumerate(shape)), shape)
+
+    piece = Placed(name, share(rank), tensor.name, (0,) * len(shape))
+    return [(name, known, [piece])], share((rank + 1) % size)
 
 
 def _names_or_live(tensor: LiveTensor, names: CheckpointNames) -> list[str]:
     """The names under which a user knows a tensor: the checkpoint's where they can be told, else vLLM's."""
     try:
+        if tensor.slots:
+            found = [name for name, _, _ in _slots(tensor, names)]
+            return list(dict.fromkeys(found)) or [tensor.name]
         return [name for group in _find(tensor, names) for name in group]
     except Unresolvable:
         return [tensor.name]
 
 
-def _parts(tensor: LiveTensor, names: CheckpointNames) -> list[tuple[str, tuple[int, ...], list[Placed]]]:
-    """(checkpoint name, its whole shape, its pieces) for everything in one live tensor."""
+def _parts(tensor: LiveTensor, names: CheckpointNames) -> _Parts:
+    """Everything in one live tensor."""
+    if tensor.slots:
+        return _slots(tensor, names)
     if not tensor.runs:
         (name,), *more = _find(tensor, names)
         if more:
@@ -169,6 +235,24 @@ def _parts(tensor: LiveTensor, names: CheckpointNames) -> list[tuple[str, tuple[
     return result
 
 
+def _slots(tensor: LiveTensor, names: CheckpointNames) -> list[tuple[str, tuple[int, ...], list[Placed]]]:
+    """As `_parts`, for a tensor of experts."""
+    for slots in tensor.slots:
+        found: dict[str, tuple[tuple[int, ...], list[Placed]]] = {}
+        for slot in slots:
+            group = names.find(slot.name, "." + slot.name.rpartition("experts.")[2])
+            if len(group) != 1:
+                break
+            whole, pieces = found.setdefault(group[0], (slot.whole, []))
+            if whole != slot.whole:
+                raise Unresolvable(f"{group[0]} would be both {list(whole)} and {list(slot.whole)}")
+            pieces.append(Placed(group[0], slot.box, tensor.name, slot.at))
+        else:
+            return [(name, whole, pieces) for name, (whole, pieces) in found.items()]
+    wanted = " nor ".join(slots[0].name for slots in tensor.slots)
+    raise Unresolvable(f"the checkpoint has neither {wanted}, which {tensor.name} would hold")
+
+
 def _piece(tensor: LiveTensor, name: str, run: Run) -> Placed:
     if run.at + run.length > tensor.shape[tensor.dim]:
         raise Unresolvable(
@@ -182,19 +266,30 @@ def _piece(tensor: LiveTensor, name: str, run: Run) -> Placed:
 
 def _find(tensor: LiveTensor, names: CheckpointNames) -> list[list[str]]:
     """One group of one name for each checkpoint parameter in the tensor, in the order of its runs."""
-    module, _, leaf = tensor.name.rpartition(".")
-    own = names.find(tensor.name)
+    refused: Unresolvable | None = None
+    for name in (tensor.name, *tensor.also):
+        try:
+            return _find_as(name, tensor, names)
+        except Unresolvable as e:
+            refused = refused or e
+    assert refused is not None
+    raise refused
+
+
+def _find_as(live: str, tensor: LiveTensor, names: CheckpointNames) -> list[list[str]]:
+    module, _, leaf = live.rpartition(".")
+    own = names.find(live)
     packed = names.rules.components(module) if len(tensor.runs) != 1 else None
     if packed is None or (names.known and own):
         # Not packed, or packed in the checkpoint already.
         if not own:
             raise Unresolvable(
-                f"no parameter of the checkpoint maps to {tensor.name}"
+                f"no parameter of the checkpoint maps to {live}"
                 if names.known
-                else f"no checkpoint name can be told for {tensor.name}"
+                else f"no checkpoint name can be told for {live}"
             )
         if len(own) > 1:
-            raise Unresolvable(f"{', '.join(own)} all map to {tensor.name}")
+            raise Unresolvable(f"{', '.join(own)} all map to {live}")
         return [own]
     stem, components = packed
     groups = []
@@ -203,7 +298,7 @@ def _find(tensor: LiveTensor, names: CheckpointNames) -> list[list[str]]:
         group = names.find(wanted)
         if len(group) != 1:
             raise Unresolvable(
-                f"{tensor.name} packs {wanted}, "
+                f"{live} packs {wanted}, "
                 + (f"to which {', '.join(group)} all map" if group else "which the checkpoint does not have")
             )
         groups.append(group)

@@ -2,6 +2,7 @@
 
 from .handle import Handle, HandleState, PublishError, PublishTimeout, RoundFailed, Superseded
 from .publisher import Publisher
+from .sources import checkpoint_names
 
 __all__ = [
     "Handle",
@@ -11,4 +12,5 @@ __all__ = [
     "Publisher",
     "RoundFailed",
     "Superseded",
+    "checkpoint_names",
 ]

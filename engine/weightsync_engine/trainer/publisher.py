@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ..agent.config import AgentConfig
 from ..agent.supervisor import AgentSupervisor
@@ -35,7 +36,8 @@ from ..protocol.mover import MoverOutcome
 from ..protocol.names import DEFAULT_TRAINER_PORT, ENV_POD_UID, ENV_PORT
 from .agreement import Peers, peers
 from .handle import Handle, PublishError
-from .sources import Held, Names, Sources, WireDtype, fingerprint, merge
+from .naming import Names
+from .sources import Held, Sources, WireDtype, fingerprint, merge, pack, unpack
 
 log = logging.getLogger(__name__)
 
@@ -61,9 +63,14 @@ class Publisher:
     `model`: an nn.Module (FSDP2, DTensors, DDP or plain), or an iterable of (checkpoint name, tensor or
     DTensor) whose tensors stay the same objects. Tensors of one storage (tied weights) are sent once, under
     the first name.
-    `names`: trainer's name -> checkpoint name, where they differ; None means not sent.
-    `dtype`: wire dtype of all floating point tensors, or by name; default: what FSDP computes with, else as
-    trained.
+    `names`: what the checkpoint calls the trainer's tensors. By default the rules know transformers' models
+    (also inside DDP, FSDP2, torch.compile or PEFT), their stacked experts included; other names stay as they
+    are. A mapping overrides the rules for the names in it, a function overrides them altogether
+    (`checkpoint_names(model)` gives the rules to call from it). Each answers for a trainer's name with a
+    checkpoint name, None (not sent), or a list of (checkpoint name, at, shape): regions of the whole tensor,
+    `shape` without the leading dimensions that the checkpoint parameter lacks.
+    `dtype`: wire dtype of all floating point tensors, or by checkpoint or trainer's name; default: what FSDP
+    computes with, else as trained.
     `timeout`: seconds that any rank waits for the others, or for the agent, at most.
     `port`: where the pod's agent listens; default: WEIGHTSYNC_PORT, else 7077.
     `device`: where the snapshot is held; default: where the weights are. It decides by what they travel.
@@ -114,16 +121,19 @@ class Publisher:
         device: torch.device | str | None,
     ) -> None:
         error, held = "", list[Held]()
-        said: dict[str, Any] = {"entries": [], "pod": _pod_key(), "run_id": uuid.uuid4().hex}
+        said: dict[str, Any] = {"pod": _pod_key(), "run_id": uuid.uuid4().hex}
+        entries = b""
         try:
             self._sources = Sources(model, names, dtype)
             held = self._sources.held()
-            said["entries"] = [{**h.describe(), "fingerprint": fingerprint(h)} for h in held]
+            entries = pack([{**h.describe(), "fingerprint": fingerprint(h)} for h in held])
             said["port"] = _port(port)
         except Exception as e:
             error = _words(e)
         every = self._agree("Publisher(...)", error, said)
-        sources = merge([rank["entries"] for rank in every])
+        shared = self._peers.share(entries, "Publisher(...)", self._timeout)
+        read = {data: unpack(data) for data in shared}
+        sources = merge([read[data] for data in shared])
         pod = [r for r, rank in enumerate(every) if rank["pod"] == said["pod"]]
         for ranks in _by_pod(every).values():
             if ranks != list(range(ranks[0], ranks[0] + len(ranks))):
@@ -156,12 +166,12 @@ class Publisher:
             self._slab = Slab.create(size, place)
             self._views = {name: self._slab.tensor(place) for name, place in self._places.items()}
             self._layout = _layout(held)
-            manifest = TrainerManifest(self._peers.rank, sources, dict(self._places))
+            self._manifest = TrainerManifest(self._peers.rank, sources, dict(self._places))
             self._mover = MoverSupervisor(
                 "trainer",
                 local_rank,
                 self._slab,
-                manifest,
+                self._manifest,
                 run_dir,
                 on_outcome=self._on_outcome,
                 staging_bytes=staging,
@@ -297,7 +307,10 @@ class Publisher:
             said += [f"new: {', '.join(new[:5])}"] if new else []
             return f"the set of parameters has changed ({'; '.join(said)}): make a new Publisher"
         name = next(n for n in now if now[n] != self._layout[n])
-        return f"parameter {name!r} was {self._layout[name]} and is {now[name]}: make a new Publisher"
+        was, is_now = self._layout[name][0], now[name][0]
+        if was == is_now:
+            return f"tensor {name!r} is called otherwise in the checkpoint than before: make a new Publisher"
+        return f"parameter {name!r} was {was} and is {is_now}: make a new Publisher"
 
     def _busy(self) -> bool:
         since = self._travelling.get(self._held_version or "")
@@ -402,15 +415,16 @@ def _words(error: Exception) -> str:
     return str(error) if isinstance(error, PublishError) else f"{type(error).__name__}: {error}"
 
 
-def _layout(held: list[Held]) -> dict[str, str]:
-    """Name -> everything of a parameter that must not change, readable and comparable."""
-    return {h.name: f"{tuple(h.local.shape)} of {_of(h)}" for h in held}
+def _layout(held: list[Held]) -> dict[str, tuple[str, Any]]:
+    """Name -> everything of a tensor that must not change: in words, and what it is called in the checkpoint."""
+    return {h.name: (f"{tuple(h.local.shape)} of {_of(h)}", h.parts) for h in held}
 
 
 def _of(held: Held) -> str:
-    said = held.describe()
-    where = "" if said["mesh"] is None else f" as {said['placements']} on {said['mesh']['shape']}"
-    return f"{tuple(said['shape'])} {said['dtype']}{where}"
+    where = ""
+    if isinstance(held.tensor, DTensor):
+        where = f" as {list(held.tensor.placements)} on {list(held.tensor.device_mesh.shape)}"
+    return f"{tuple(held.tensor.shape)} {str(held.wire).removeprefix('torch.')}{where}"
 
 
 def _by_pod(every: list[dict[str, Any]]) -> dict[str, list[int]]:

@@ -5,8 +5,11 @@ No collective is called here, and nothing is copied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,51 +20,99 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ..layout.tensors import DTYPE_BYTES, Mesh, Placement, Replicate, Shard, SourceParameter, StridedShard
+from ..layout.shards import LayoutError, check_source
+from ..layout.tensors import (
+    DTYPE_BYTES,
+    Mesh,
+    Placement,
+    Replicate,
+    Shard,
+    SourceParameter,
+    StridedShard,
+    Within,
+)
+from .families import add_prefix, family_rules, one_model
 from .handle import PublishError
+from .naming import (
+    Names,
+    Part,
+    Refusal,
+    Rule,
+    Shapes,
+    adapter_leftover,
+    adapter_names,
+    checked,
+    plain_name,
+    without_adapter,
+)
 
-Names = Callable[[str], str | None] | Mapping[str, str | None] | None
-"""Trainer's name -> checkpoint name; None: not sent. A mapping leaves the names that it lacks as they are."""
 WireDtype = torch.dtype | Mapping[str, torch.dtype] | Callable[[str, torch.Tensor], torch.dtype | None] | None
-"""One dtype for all floating point tensors, or by checkpoint name, or a function; None: as trained."""
-
-_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-"""Parts of dotted names that wrappers put in and checkpoints do not have."""
+"""One dtype for all floating point tensors; or by checkpoint name or trainer's name; or a function of checkpoint
+name and trainer's tensor. None: as trained. What is stacked in one tensor travels in one dtype."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """One checkpoint parameter as this rank holds it now."""
+    """One of the trainer's tensors as this rank holds it now."""
 
     name: str
+    """Of the tensor in the snapshot: the checkpoint name where it is one parameter, else by the trainer's name."""
     tensor: torch.Tensor
     """The DTensor, or the plain tensor: kept, its local part read at every publish."""
     wire: torch.dtype
     parameter: bool
     """Not a buffer."""
+    parts: tuple[Part, ...] | None = None
+    """The checkpoint parameters in it; None: it is one, called `name`."""
+    packed: tuple[int, int, int] | None = None
+    """(dim, i, n): this is the i-th of n equal parts along `dim` of the tensor, each of which is sharded by itself
+    (gate and up of a packed tensor under tensor parallelism)."""
 
     @property
     def local(self) -> torch.Tensor:
         """This rank's part, without copy."""
-        return self.tensor._local_tensor if isinstance(self.tensor, DTensor) else self.tensor.detach()
+        local = self.tensor._local_tensor if isinstance(self.tensor, DTensor) else self.tensor.detach()
+        if self.packed is None:
+            return local
+        dim, i, n = self.packed
+        size = local.shape[dim] // n
+        return local.narrow(dim, i * size, size)
+
+    @property
+    def shape(self) -> list[int]:
+        """Of the whole tensor, or of its part."""
+        shape = list(self.tensor.shape)
+        if self.packed is not None:
+            shape[self.packed[0]] //= self.packed[2]
+        return shape
 
     def describe(self) -> dict[str, Any]:
         """Layout as plain values, for comparison between ranks. Raises `PublishError`."""
         mesh = placements = None
         if isinstance(self.tensor, DTensor):
-            mesh = {
-                "shape": list(self.tensor.device_mesh.mesh.shape),
-                "ranks": self.tensor.device_mesh.mesh.flatten().tolist(),
-            }
+            mesh = _mesh(self.tensor.device_mesh)
             placements = [_placement(self.name, p, self.tensor.ndim) for p in self.tensor.placements]
+            if self.packed is not None:
+                at = _packed(self.tensor)
+                assert at is not None
+                placements[at] = ["shard", self.packed[0]]
         return {
             "name": self.name,
-            "shape": list(self.tensor.shape),
+            "shape": self.shape,
             "dtype": _dtype_name(self.wire),
             "mesh": mesh,
             "placements": placements,
             "parameter": self.parameter,
+            "parts": None
+            if self.parts is None
+            else [[p.name, list(p.at), list(p.shape)] for p in self.parts],
         }
+
+
+@lru_cache(maxsize=64)
+def _mesh(mesh: Any) -> dict[str, Any]:
+    """One object for each mesh, however many tensors are on it."""
+    return {"shape": list(mesh.mesh.shape), "ranks": mesh.mesh.flatten().tolist()}
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -101,6 +152,9 @@ class Sources:
         self._module: nn.Module | None = None
         self._pairs: list[tuple[str, torch.Tensor]] = []
         if isinstance(model, nn.Module):
+            if isinstance(model, nn.parallel.DistributedDataParallel):
+                model = model.module
+                assert isinstance(model, nn.Module)
             self._module = model
         elif isinstance(model, Iterable) and not isinstance(model, Mapping | torch.Tensor | str):
             self._pairs = list(model)
@@ -116,40 +170,94 @@ class Sources:
             )
         self._names = names
         self._dtype = dtype
+        self._shapes: list[tuple[str, tuple[int, ...]]] = []
+        self._decided: dict[str, str | tuple[Part, ...] | None] = {}
+        self._rules: dict[str, Rule] | None = None
+        self._adapters: dict[str, str | None | Refusal] = {}
+        self._wires: dict[tuple[str, torch.dtype, torch.dtype | None], torch.dtype] = {}
         self.aliases: dict[str, str] = {}
         """Names that share the storage of another, which alone is sent. vLLM ties by its own config."""
 
     def held(self) -> list[Held]:
         """All that travels, in the model's order. Raises `PublishError` naming the parameter."""
         found: dict[str, Held] = {}
-        owner: dict[Any, str] = {}
+        called: dict[str, str] = {}  # checkpoint name -> trainer's name
+        owner: dict[Any, tuple[str, str | tuple[Part, ...]]] = {}
         aliases: dict[str, str] = {}
         wires = _fsdp_dtypes(self._module) if self._module is not None else {}
-        for trainer_name, tensor, parameter in self._named():
-            name = self._rename(trainer_name)
-            if name is None:
-                continue
+        named = [(plain_name(name), tensor, parameter) for name, tensor, parameter in self._named()]
+        for trainer_name, tensor, _ in named:
             if not isinstance(tensor, torch.Tensor):
-                raise PublishError(f"{name!r} is a {type(tensor).__name__}, not a tensor")
+                raise PublishError(f"{trainer_name!r} is a {type(tensor).__name__}, not a tensor")
+        naming = self._naming([(name, tuple(tensor.shape)) for name, tensor, _ in named])
+        for trainer_name, tensor, parameter in named:
+            rule = naming(trainer_name, tuple(tensor.shape))
+            if rule is None:
+                continue
+            names = [rule] if isinstance(rule, str) else [part.name for part in rule]
             identity = _storage(tensor)
             if identity in owner:
-                aliases[name] = owner[identity]
+                aliases.update(_aliases(trainer_name, rule, *owner[identity]))
                 continue
-            if name in found:
-                raise PublishError(f"two different tensors are named {name!r}: check `names`")
-            wire = self._wire(name, tensor, wires.get(id(tensor)))
-            found[name] = _checked(Held(name, tensor, wire, parameter))
-            owner[identity] = name
+            for name in names:
+                if (other := called.setdefault(name, trainer_name)) != trainer_name:
+                    raise PublishError(
+                        f"two different tensors are named {name!r} ({other!r} and {trainer_name!r}): check `names`"
+                    )
+            key = rule if isinstance(rule, str) else _key(trainer_name, tensor, rule)
+            if key in found:
+                raise PublishError(f"two different tensors are named {key!r}: check `names`")
+            wire = self._wire(trainer_name, names, tensor, wires.get(id(tensor)))
+            held = _checked(Held(key, tensor, wire, parameter, None if isinstance(rule, str) else rule))
+            found.update((h.name, h) for h in _unpacked(held))
+            owner[identity] = (trainer_name, rule)
         self.aliases = aliases
         return list(found.values())
+
+    def _naming(
+        self, shapes: Sequence[tuple[str, tuple[int, ...]]]
+    ) -> Callable[[str, tuple[int, ...]], str | tuple[Part, ...] | None]:
+        """The rule for each trainer's name. Rules are asked once; whether adapters are merged, every time."""
+        if self._shapes != shapes:
+            self._shapes, self._decided = list(shapes), {}
+            self._rules = None
+        if callable(self._names):
+            return self._by_function
+        if self._rules is None:
+            self._rules = checkpoint_rules(self._module, dict(shapes))
+            self._adapters = adapter_names(self._module) if self._module is not None else {}
+        elif self._adapters and self._module is not None:
+            # The other rules cannot change while names and shapes stay.
+            self._adapters = adapter_names(self._module)
+        return self._by_rules
+
+    def _by_function(self, name: str, shape: tuple[int, ...]) -> str | tuple[Part, ...] | None:
+        assert callable(self._names)
+        if name not in self._decided:
+            self._decided[name] = checked(name, shape, self._names(name))
+        return self._decided[name]
+
+    def _by_rules(self, name: str, shape: tuple[int, ...]) -> str | tuple[Part, ...] | None:
+        if isinstance(self._names, Mapping) and name in self._names:
+            if name not in self._decided:
+                self._decided[name] = checked(name, shape, self._names[name])
+            return self._decided[name]
+        assert self._rules is not None
+        rule = self._rules[name]
+        now = self._adapters.get(name, rule)
+        if isinstance(now, Refusal):
+            raise PublishError(now.why)
+        if now is None:
+            return None
+        if isinstance(rule, Refusal):
+            raise PublishError(rule.why)
+        return rule
 
     def _named(self) -> Iterable[tuple[str, Any, bool]]:
         if self._module is None:
             yield from ((name, tensor, True) for name, tensor in self._pairs)
             return
         module = self._module
-        if isinstance(module, nn.parallel.DistributedDataParallel):
-            module = module.module
         _reshard(module)
         for name, parameter in module.named_parameters(remove_duplicate=False):
             yield name, parameter, True
@@ -158,29 +266,143 @@ class Sources:
                 if name not in child._non_persistent_buffers_set:
                     yield f"{prefix}.{name}" if prefix else name, buffer, False
 
-    def _rename(self, name: str) -> str | None:
-        plain = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-        if self._names is None:
-            return plain
-        if isinstance(self._names, Mapping):
-            return self._names.get(plain, plain)
-        return self._names(plain)
-
-    def _wire(self, name: str, tensor: torch.Tensor, trained: torch.dtype | None) -> torch.dtype:
+    def _wire(
+        self, trainer_name: str, names: Sequence[str], tensor: torch.Tensor, trained: torch.dtype | None
+    ) -> torch.dtype:
+        key = (trainer_name, tensor.dtype, trained)
+        if (known := self._wires.get(key)) is not None:
+            return known
         default = trained or tensor.dtype
-        chosen: torch.dtype | None
+        chosen: set[torch.dtype] = set()
         if isinstance(self._dtype, torch.dtype):
-            chosen = self._dtype if tensor.dtype.is_floating_point else None
+            chosen = {self._dtype if tensor.dtype.is_floating_point else default}
         elif isinstance(self._dtype, Mapping):
-            chosen = self._dtype.get(name)
+            by_tensor = self._dtype.get(trainer_name) or default
+            chosen = {self._dtype.get(name) or by_tensor for name in names}
         elif self._dtype is not None:
-            chosen = self._dtype(name, tensor)
-        else:
-            chosen = None
-        wire = chosen or default
+            chosen = {self._dtype(name, tensor) or default for name in names}
+        if len(chosen) > 1:
+            raise PublishError(
+                f"the checkpoint parameters in {trainer_name!r} ({names[0]!r} ...) are to travel as "
+                f"{' and '.join(sorted(map(str, chosen)))}: what is stacked in one tensor travels in one dtype"
+            )
+        wire = chosen.pop() if chosen else default
         if wire.is_floating_point != tensor.dtype.is_floating_point:
+            name = names[0] if len(names) == 1 else trainer_name
             raise PublishError(f"parameter {name!r} is {tensor.dtype} and cannot travel as {wire}")
+        self._wires[key] = wire
         return wire
+
+
+def checkpoint_rules(module: nn.Module | None, shapes: Shapes) -> dict[str, Rule]:
+    """For each trainer's tensor (plain name -> whole shape) what the checkpoint calls it, by the rules: those of
+    transformers for a model of it, without what wrappers and adapters put into names.
+
+    Raises `PublishError` for a module with several transformers models.
+    """
+    adapters = adapter_names(module) if module is not None else {}
+    base = {name: _base_name(name, adapters, module) for name in shapes}
+    rules: dict[str, Rule] = {}
+    inside: dict[str, Rule] = {}
+    found = one_model(module) if module is not None else None
+    if found is not None:
+        path, model = found
+        prefix = path + "." if path else ""
+        within = {base[n]: shape for n, shape in shapes.items() if base[n].startswith(prefix)}
+        inside = add_prefix(
+            family_rules(model, {name.removeprefix(prefix): shape for name, shape in within.items()}), path
+        )
+    for name in shapes:
+        rules[name] = adapter_leftover(name) or inside.get(base[name], base[name])
+    return rules
+
+
+def _base_name(name: str, adapters: Mapping[str, Any], module: nn.Module | None) -> str:
+    if module is None:
+        return without_adapter(name)
+    named = adapters.get(name, name)
+    return named if isinstance(named, str) else name
+
+
+def checkpoint_names(module: nn.Module) -> Callable[[str], str | None | list[tuple[str, Any, Any]]]:
+    """The built-in rules for a module as a `names` function, to be called from one of the user's.
+
+        rules = checkpoint_names(model)
+        Publisher(model, names=lambda name: None if name.startswith("v_head.") else rules(name))
+
+    It raises `PublishError` for a name that the rules refuse.
+    """
+    sources = Sources(module)
+    shapes = {plain_name(name): tuple(tensor.shape) for name, tensor, _ in sources._named()}
+    naming = sources._naming(list(shapes.items()))
+
+    def names(name: str) -> str | None | list[tuple[str, Any, Any]]:
+        if name not in shapes:
+            raise PublishError(f"the module has no tensor called {name!r}")
+        said = naming(name, shapes[name])
+        return [(p.name, p.at, p.shape) for p in said] if isinstance(said, tuple) else said
+
+    return names
+
+
+def _key(name: str, tensor: torch.Tensor, parts: tuple[Part, ...]) -> str:
+    """What a tensor of several parameters is called in the snapshot. A plain tensor may hold other experts on each
+    rank under one trainer's name, so what it holds belongs to its name."""
+    return name if isinstance(tensor, DTensor) else f"{name}:{parts[0].name}"
+
+
+def _aliases(
+    name: str, rule: str | tuple[Part, ...], owner: str, owned: str | tuple[Part, ...]
+) -> dict[str, str]:
+    """Checkpoint names of a tied tensor -> those under which it is sent. Raises `PublishError`."""
+    if isinstance(rule, str) and isinstance(owned, str):
+        return {rule: owned} if rule != owned else {}
+    sent = {(p.at, p.shape): p.name for p in owned} if isinstance(owned, tuple) else {}
+    if isinstance(rule, str) or any((p.at, p.shape) not in sent for p in rule):
+        raise PublishError(
+            f"{name!r} and {owner!r} are one tensor, but `names` cuts them differently: cut both alike, or give "
+            "one of them None"
+        )
+    return {p.name: sent[p.at, p.shape] for p in rule if p.name != sent[p.at, p.shape]}
+
+
+def _packed(tensor: DTensor) -> int | None:
+    """Which placement cuts each of several parts of the tensor by itself: a strided shard with nothing inside."""
+    mesh, placements = tensor.device_mesh, tensor.placements
+    for at, placement in enumerate(placements):
+        if isinstance(placement, _StridedShard):
+            dim = placement.dim % tensor.ndim
+            others = [p for i, p in enumerate(placements) if i != at and not isinstance(p, TorchReplicate)]
+            alone = all(getattr(p, "dim", dim) % tensor.ndim != dim for p in others)
+            even = tensor.shape[dim] % (int(placement.split_factor) * mesh.size(at)) == 0
+            return at if alone and even else None
+    return None
+
+
+def _unpacked(held: Held) -> list[Held]:
+    """The parts of a packed tensor that are sharded by themselves, as tensors of their own.
+
+    As it is where it is not packed, or where a checkpoint parameter reaches over several parts: then `merge` refuses
+    its layout.
+    """
+    at = _packed(held.tensor) if isinstance(held.tensor, DTensor) else None
+    if at is None or held.parts is None:
+        return [held]
+    placement: Any = held.tensor.placements[at]  # type: ignore[attr-defined]
+    dim, n = placement.dim % held.tensor.ndim, int(placement.split_factor)
+    size = held.tensor.shape[dim] // n
+    inside: list[list[Part]] = [[] for _ in range(n)]
+    for part in held.parts:
+        i = part.at[dim] // size
+        if part.region.stop[dim] > (i + 1) * size:
+            return [held]
+        moved = tuple(a - i * size if d == dim else a for d, a in enumerate(part.at))
+        inside[i].append(Part(part.name, moved, part.shape))
+    return [
+        Held(f"{held.name}#{i}", held.tensor, held.wire, held.parameter, tuple(parts), (dim, i, n))
+        for i, parts in enumerate(inside)
+        if parts
+    ]
 
 
 def _checked(held: Held) -> Held:
@@ -193,8 +415,8 @@ def _checked(held: Held) -> Held:
         )
     if isinstance(held.tensor, DTensor):
         mesh = held.tensor.device_mesh
-        shape, _ = compute_local_shape_and_global_offset(held.tensor.shape, mesh, held.tensor.placements)
-        if tuple(shape) != tuple(local.shape):
+        shape = _local_shape(held.tensor.shape, mesh, held.tensor.placements)
+        if shape != tuple(local.shape):
             raise PublishError(
                 f"parameter {name!r}: this rank holds {tuple(local.shape)}, its placements "
                 f"{held.tensor.placements} on a mesh of {tuple(mesh.shape)} say {tuple(shape)}"
@@ -202,6 +424,11 @@ def _checked(held: Held) -> Held:
     elif local.numel() and local.untyped_storage().size() == 0:
         raise PublishError(f"parameter {name!r} has no storage: it was freed after a forward pass")
     return held
+
+
+@lru_cache(maxsize=4096)
+def _local_shape(shape: torch.Size, mesh: Any, placements: tuple[Any, ...]) -> tuple[int, ...]:
+    return tuple(compute_local_shape_and_global_offset(shape, mesh, placements)[0])
 
 
 def _storage(tensor: torch.Tensor) -> Any:
@@ -249,25 +476,54 @@ def _fsdp_dtypes(module: nn.Module) -> dict[int, torch.dtype]:
 # ---- what all ranks hold together --------------------------------------------------------------------------
 
 
-def merge(said: list[list[dict[str, Any]]]) -> tuple[SourceParameter, ...]:
+def pack(entries: Sequence[dict[str, Any]]) -> bytes:
+    """What `Held.describe` says of all tensors of a rank, with each mesh once: it may have thousands of ranks."""
+    meshes: dict[int, int] = {}
+    table: list[Any] = []
+    rows = []
+    for entry in entries:
+        mesh = entry["mesh"]
+        if mesh is not None:
+            if id(mesh) not in meshes:
+                meshes[id(mesh)] = len(table)
+                table.append(mesh)
+            entry = {**entry, "mesh": meshes[id(mesh)]}
+        rows.append(entry)
+    return json.dumps({"meshes": table, "entries": rows}, separators=(",", ":")).encode()
+
+
+def unpack(data: bytes) -> list[dict[str, Any]]:
+    said = json.loads(data)
+    for entry in said["entries"]:
+        if entry["mesh"] is not None:
+            entry["mesh"] = said["meshes"][entry["mesh"]]
+    return list(said["entries"])
+
+
+def merge(said: Sequence[Sequence[dict[str, Any]]]) -> tuple[SourceParameter, ...]:
     """One list of sources from what each rank says it holds (`Held.describe`), equal on all ranks.
 
     A plain tensor is replicated on the ranks that hold it; a DTensor must be held by the ranks of its mesh.
+    Ranks that say the same may share one list object, which is then looked at once.
     Raises `PublishError` naming parameter and ranks.
     """
+    alike: dict[int, list[int]] = {}
+    for rank, entries in enumerate(said):
+        alike.setdefault(id(entries), []).append(rank)
     holders: dict[str, list[int]] = {}
     layout: dict[str, tuple[int, dict[str, Any]]] = {}
-    for rank, entries in enumerate(said):
-        for entry in entries:
+    for ranks in alike.values():
+        rank = ranks[0]
+        for entry in said[rank]:
             name = entry["name"]
             first = layout.setdefault(name, (rank, entry))
-            holders.setdefault(name, []).append(rank)
-            for what in ("shape", "dtype", "mesh", "placements"):
-                if first[1][what] != entry[what]:
-                    raise PublishError(
-                        f"parameter {name!r}: {what} is {first[1][what]} on rank {first[0]} and "
-                        f"{entry[what]} on rank {rank}"
-                    )
+            if first[0] == rank:
+                holders[name] = ranks
+                continue
+            holders[name] = holders[name] + ranks
+            for what in ("shape", "dtype", "mesh", "placements", "parts"):
+                if first[1].get(what) != entry.get(what):
+                    raise PublishError(_differ(name, what, first, (rank, entry)))
             if first[1].get("fingerprint") != entry.get("fingerprint"):
                 raise PublishError(
                     f"parameter {name!r} is a plain tensor with other values on rank {first[0]} than on rank "
@@ -275,21 +531,69 @@ def merge(said: list[list[dict[str, Any]]]) -> tuple[SourceParameter, ...]:
                 )
     if not layout:
         raise PublishError("there are no parameters to publish")
-    sources = []
+    meshes: dict[Any, Mesh] = {}
+    right: set[tuple[Mesh, tuple[Placement, ...], int]] = set()
+    sources: list[SourceParameter] = []
+    tensor_of: dict[str, str] = {}
     for name, (_, entry) in layout.items():
-        ranks = holders[name]
-        placements: tuple[Placement, ...]
-        if entry["mesh"] is None:
-            mesh, placements = Mesh((len(ranks),), tuple(ranks)), (Replicate(),)
+        mesh, placements = _placed(name, entry, sorted(holders[name]), meshes)
+        shape, parts = tuple(entry["shape"]), entry.get("parts")
+        regions: list[Any] = parts if parts is not None else [[name, None, shape]]
+        for part, at, extent in regions:
+            if (other := tensor_of.setdefault(part, name)) != name:
+                raise PublishError(
+                    f"two different tensors are named {part!r}, {other!r} on rank {layout[other][0]} and "
+                    f"{name!r} on rank {layout[name][0]}: check `names`"
+                )
+            within = None if at is None else Within(name, shape, tuple(at))
+            sources.append(SourceParameter(part, tuple(extent), entry["dtype"], mesh, placements, within))
+        if (mesh, placements, len(shape)) not in right:
+            _check_layout(name, sources[-1])
+            right.add((mesh, placements, len(shape)))
+    return tuple(sources)
+
+
+def _check_layout(name: str, source: SourceParameter) -> None:
+    try:
+        check_source(source)
+    except LayoutError as e:
+        raise PublishError(
+            f"tensor {name!r}: {e}. Its shards are not what Shard, Replicate, or FSDP over tensor parallelism "
+            "make of a whole tensor (as of a packed one, cut part by part): publish its parts as DTensors of their own"
+        ) from None
+
+
+def _differ(name: str, what: str, first: tuple[int, Any], other: tuple[int, Any]) -> str:
+    mine, theirs = first[1].get(what), other[1].get(what)
+    if what == "parts":
+        if mine is not None and theirs is not None and mine[0][0] != theirs[0][0]:
+            held = f"holds {mine[0][0]!r} on rank {first[0]} and {theirs[0][0]!r} on rank {other[0]}"
         else:
-            mesh = Mesh(tuple(entry["mesh"]["shape"]), tuple(entry["mesh"]["ranks"]))
+            held = f"is cut into other checkpoint parameters on rank {first[0]} than on rank {other[0]}"
+        return f"tensor {name!r} {held}: `names` must answer alike on all ranks"
+    return f"parameter {name!r}: {what} is {mine} on rank {first[0]} and {theirs} on rank {other[0]}"
+
+
+def _placed(
+    name: str, entry: dict[str, Any], ranks: list[int], meshes: dict[Any, Mesh]
+) -> tuple[Mesh, tuple[Placement, ...]]:
+    """The mesh of a tensor, one object for all tensors on it, and its placements."""
+    said = entry["mesh"]
+    # The entries outlive this call, so that their ids mean what they meant.
+    key = (None if said is None else id(said), tuple(ranks))
+    if key not in meshes:
+        if said is None:
+            mesh = Mesh((len(ranks),), tuple(ranks))
+        else:
+            mesh = Mesh(tuple(said["shape"]), tuple(said["ranks"]))
             if sorted(mesh.ranks) != ranks:
                 raise PublishError(
                     f"parameter {name!r}: its mesh has ranks {sorted(mesh.ranks)}, but it is held by {ranks}"
                 )
-            placements = tuple(_read_placement(p) for p in entry["placements"])
-        sources.append(SourceParameter(name, tuple(entry["shape"]), entry["dtype"], mesh, placements))
-    return tuple(sources)
+        meshes[key] = meshes.setdefault(mesh, mesh)
+    if said is None:
+        return meshes[key], (Replicate(),)
+    return meshes[key], tuple(_read_placement(p) for p in entry["placements"])
 
 
 FINGERPRINT_ELEMENTS = 4096
@@ -301,8 +605,6 @@ def fingerprint(held: Held) -> str | None:
     Ranks that hold different values under one name (experts of expert parallelism, a slice cut by hand) are
     found by it: such a tensor must be a DTensor, or have a name of its own.
     """
-    import hashlib
-
     if isinstance(held.tensor, DTensor) or not held.parameter:
         return None
     head = held.local.flatten()[:FINGERPRINT_ELEMENTS].contiguous().cpu()

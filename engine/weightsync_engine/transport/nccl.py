@@ -173,11 +173,19 @@ class _Messages:
     """(index among the runs, or -1 - index among the scattered ones; peers), in order."""
 
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers: copies of several floating point tensors at once change the bits of NaNs."""
+    return tensor.view(_BITS[tensor.element_size()])
+
+
 def _messages(step: LocalStep, local: LocalTensor) -> _Messages:
     found = _Messages()
     for block in step.blocks:
         for part in block.parts:
-            region = local(part)
+            region = _bits(local(part))
             if region.is_contiguous():
                 found.order.append((len(found.runs), block.peers))
                 found.runs.append(region.reshape(-1))
@@ -325,7 +333,7 @@ class _Share:
 
 
 def _share(step: LocalStep, local: LocalTensor) -> _Share:
-    regions = [local(part) for block in step.blocks for part in block.parts]
+    regions = [_bits(local(part)) for block in step.blocks for part in block.parts]
     merged: list[torch.Tensor] = []
     for region in regions:
         last = merged[-1] if merged else None

@@ -39,10 +39,15 @@ class Shadow:
         """A copy began and did not end: the live weights are of no one version."""
         self.seconds = 0.0
         """Duration of the last copy."""
-        names = list(resolved.views)
-        self._names = names
-        self._live = [resolved.views[name] for name in names]
-        self._next = [slab.tensor(resolved.manifest.tensors[name]) for name in names]
+        held = {name: slab.tensor(place) for name, place in resolved.manifest.tensors.items()}
+        with torch.inference_mode():
+            # What no piece fills (the padding of a vocabulary) stays as it is live.
+            for name, live in resolved.views.items():
+                held[name].copy_(live)
+        copies = list(resolved.copies(held))
+        self._names = [name for name, _, _ in copies]
+        self._live = [live for _, live, _ in copies]
+        self._next = [new for _, _, new in copies]
 
     def flip(self, want: Flipped) -> Problem | None:
         """Make the shadow live if it holds exactly what was decided. Repeated calls answer as the first.

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from safetensors.torch import load_file
+from tests.integration.trainer.families import FAMILIES
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from weightsync_engine import Publisher, PublishError
+from weightsync_engine.layout.shards import shard_boxes
 from weightsync_engine.mover.slab import Slab
 from weightsync_engine.trainer.sources import Sources, merge
 
@@ -153,6 +160,106 @@ def snapshots() -> None:
         report(rounds)
         report({"port": publisher.port, "run_dir": str(publisher._run_dir)})
         wait_for_go()
+
+
+def snapshot_of(publisher: Publisher) -> dict[str, list[Any]]:
+    """Checkpoint parameter -> [its elements that this rank's snapshot holds, as [start, shape], their bits]."""
+    slab, manifest = publisher._slab, publisher._manifest
+    assert slab is not None
+    seen = Slab.attach(os.dup(slab.fd))
+    found = {}
+    for source in manifest.sources:
+        shard = shard_boxes(source).get(dist.get_rank())
+        inside = None if shard is None else shard.intersect(source.region)
+        if shard is None or inside is None:
+            continue
+        tensor = seen.tensor(manifest.tensors[source.tensor])
+        for dim, (start, extent) in enumerate(
+            zip(inside.relative_to(shard.start).start, inside.shape, strict=True)
+        ):
+            tensor = tensor.narrow(dim, start, extent)
+        leading = len(source.region.shape) - len(source.shape)
+        box = inside.relative_to(source.region.start)
+        found[source.name] = [box.start[leading:], box.shape[leading:], bits(tensor)]
+    return found
+
+
+def packed(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """As tensor parallelism cuts `gate_up_proj [E, 2I, H]`: a part of each half on every rank."""
+    halves = tensor.detach().chunk(2, dim=1)
+    local = torch.cat([half.chunk(mesh.size(), dim=1)[mesh.get_rank()] for half in halves], dim=1)
+    return DTensor.from_local(
+        local,
+        mesh,
+        [_StridedShard(1, split_factor=2)],
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+def stacked() -> None:
+    """Models whose live names and stacking are not their checkpoints', sharded as trainers shard them."""
+    from torch.distributed.fsdp import fully_shard
+
+    world = dist.get_world_size()
+    said = {}
+    for family in ("qwen3-moe", "qwen2.5-vl", "mixtral, experts over ranks", "qwen3-moe, packed"):
+        model = FAMILIES[family.partition(",")[0]]()
+        folder = Path(tempfile.gettempdir()) / family
+        model.save_pretrained(folder)  # only rank 0 writes
+        dist.barrier()
+        file = load_file(folder / "model.safetensors")
+        mesh = init_device_mesh("cpu", (world,))
+        if "packed" in family:
+            for layer in model.model.layers:
+                layer.mlp.experts.gate_up_proj = torch.nn.Parameter(
+                    packed(layer.mlp.experts.gate_up_proj, mesh)
+                )
+        elif "," in family:
+            for layer in model.model.layers:
+                for name, tensor in list(layer.mlp.experts.named_parameters()):
+                    part = distribute_tensor(tensor.detach(), mesh, [Shard(0)])
+                    setattr(layer.mlp.experts, name, torch.nn.Parameter(part))
+        else:
+            for module in model.modules():
+                if type(module).__name__.endswith("DecoderLayer"):
+                    fully_shard(module, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        with Publisher(model, timeout=60) as publisher:
+            publisher.publish("v1")
+            held, wrong = snapshot_of(publisher), []
+            for name, (start, shape, seen) in held.items():
+                part = file[name]
+                for dim, (a, n) in enumerate(zip(start, shape, strict=True)):
+                    part = part.narrow(dim, a, n)
+                wrong += [] if bits(part) == seen else [name]
+            missing = file.keys() - {s.name for s in publisher._manifest.sources}
+            said[family] = {
+                "wrong": wrong, "missing": sorted(missing), "held": len(held),
+                "elements": sum(math.prod(shape) for _, shape, _ in held.values()),
+                "of": sum(t.numel() for t in file.values()),
+                "tensors": len(publisher._places),
+                "replicated": "," in family,
+            }  # fmt: skip
+    report(said)
+
+
+def stages() -> None:
+    """Pipeline stages: each rank has names of its own, and one that all have."""
+    rank = dist.get_rank()
+    across = torch.arange(6.0).reshape(2, 3).t()  # not contiguous
+    pairs = [("all", across), (f"stage.{rank}", torch.full((4, 2), float(rank)))]
+    cut = {f"stage.{rank}": [(f"layer.{2 * rank + i}", (2 * i, 0), (2, 2)) for i in range(2)]}
+    with Publisher(pairs, names=cut, timeout=60) as publisher:
+        publisher.publish("v1")
+        report(
+            {
+                "across": snapshot(publisher)["all"] == bits(across),
+                "sources": [[s.name, list(s.mesh.ranks), s.tensor] for s in publisher._manifest.sources],
+                "tensors": sorted(publisher._manifest.tensors),
+            }
+        )
 
 
 def errors() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 SCRIPT = Path(__file__).with_name("rank_main.py")
+ROOT = SCRIPT.parents[3]
 
 
 def free_port() -> int:
@@ -65,6 +66,7 @@ class Ranks:
                 "GLOO_SOCKET_IFNAME": "lo",
                 "WEIGHTSYNC_POD_IP": "127.0.0.1",
                 "TMPDIR": str(self.tmp),
+                "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
                 **self.env,
             }
             with log.open("w") as out:

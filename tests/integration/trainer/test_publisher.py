@@ -123,6 +123,30 @@ def test_the_snapshot_is_the_published_weights_in_the_wire_dtype_whatever_traini
     until(lambda: not run_dir.exists())  # closed: agent and movers have left
 
 
+@pytest.mark.parametrize("world", ["two", "three"])
+def test_stacked_experts_arrive_in_the_snapshot_as_the_checkpoint_has_them(
+    world: str, request: pytest.FixtureRequest
+) -> None:
+    ranks: Ranks = request.getfixturevalue(world)
+    said = ranks.run("stacked")
+    for family in said[0]:
+        for rank in said:
+            assert (rank[family]["wrong"], rank[family]["missing"]) == ([], []), family
+        if not said[0][family]["replicated"]:
+            assert sum(rank[family]["elements"] for rank in said) == said[0][family]["of"], family
+    moe = said[0]["qwen3-moe"]
+    assert moe["tensors"] < moe["held"]  # one copy for the whole shard of a stacked tensor
+
+
+def test_stages_with_names_of_their_own_agree_on_one_list(three: Ranks) -> None:
+    said = three.run("stages")
+    assert said[0]["sources"] == said[1]["sources"] == said[2]["sources"]
+    assert all(s["across"] for s in said)  # a transposed view is sent as what it shows
+    sources = {name: (ranks, tensor) for name, ranks, tensor in said[0]["sources"]}
+    assert sources["all"] == ([0, 1, 2], "all") and sources["layer.3"] == ([1], "stage.1:layer.2")
+    assert [s["tensors"] for s in said] == [["all", f"stage.{r}:layer.{2 * r}"] for r in range(3)]
+
+
 # ---- what is refused, on all ranks at once -----------------------------------------------------------------
 
 

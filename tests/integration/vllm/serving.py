@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import jwt
+import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from weightsync_engine.protocol.messages import AgentState
@@ -35,6 +36,37 @@ START_SECONDS = 900.0
 """Of a server on a busy machine; 30 s on an idle one."""
 LIVE_WEIGHTS = Path(__file__).parents[2] / "vllm_live_weights"
 OBJECT = "7d9f3a52-0000-4000-8000-000000000001"
+
+
+@contextlib.contextmanager
+def in_process(model: Path) -> Iterator[Any]:
+    """vLLM in this process, built as a server builds it: plugin, engine, shadow, mover."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": "127.0.0.1",
+            "GLOO_SOCKET_IFNAME": "lo", "VLLM_PLUGINS": "weightsync",
+        }.items():  # fmt: skip
+            patch.setenv(name, value)
+        patch.syspath_prepend(LIVE_WEIGHTS)
+        import vllm_live_weights
+
+        vllm_live_weights.register()
+        from vllm import LLM
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        llm = LLM(
+            str(model), dtype="float32", enforce_eager=True, max_model_len=256,
+            kv_cache_memory_bytes=64 << 20, skip_tokenizer_init=True, seed=0,
+            weight_transfer_config={"backend": "weightsync"},
+        )  # fmt: skip
+        core = llm.llm_engine.engine_core
+        try:
+            yield llm
+        finally:
+            core.engine_core.model_executor.driver_worker.worker.weight_transfer_engine.shutdown()
+            core.shutdown()
+            cleanup_dist_env_and_memory()
 
 
 class Operator:

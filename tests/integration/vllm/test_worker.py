@@ -13,7 +13,7 @@ from tests.integration.vllm.fleet import Trainer
 
 from weightsync_engine.layout.boxes import Box
 from weightsync_engine.resolve.checkpoint import Checkpoint, open_checkpoint
-from weightsync_engine.resolve.manifest import TRANSFORMS, Resolved, resolve
+from weightsync_engine.resolve.manifest import TRANSFORMS, Resolved, region_of, resolve
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -35,28 +35,8 @@ def second(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(first: Path) -> Iterator[Any]:
-    """vLLM in this process, built as a server builds it: plugin, engine, shadow, mover."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": "127.0.0.1",
-            "GLOO_SOCKET_IFNAME": "lo", "VLLM_PLUGINS": "weightsync",
-        }.items():  # fmt: skip
-            patch.setenv(name, value)
-        patch.syspath_prepend(serving.LIVE_WEIGHTS)
-        import vllm_live_weights
-
-        vllm_live_weights.register()
-        from vllm import LLM
-
-        llm = LLM(
-            str(first), dtype="float32", enforce_eager=True, max_model_len=256,
-            kv_cache_memory_bytes=64 << 20, skip_tokenizer_init=True, seed=0,
-            weight_transfer_config={"backend": "weightsync"},
-        )  # fmt: skip
+    with serving.in_process(first) as llm:
         yield llm
-        worker(llm).weight_transfer_engine.shutdown()
-        llm.llm_engine.engine_core.shutdown()
 
 
 def worker(llm: Any) -> Any:
@@ -81,7 +61,7 @@ def receive(llm: Any, checkpoint: Path, version: str, round_: int) -> None:
     slab.begin_write()
     for piece in manifest.pieces:
         index = tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))
-        slab.tensor(manifest.tensors[piece.tensor]).copy_(source[piece.name][index])
+        region_of(slab.tensor(manifest.tensors[piece.tensor]), piece.region).copy_(source[piece.name][index])
     slab.stamp(version, round_)
 
 
@@ -155,12 +135,11 @@ def test_every_live_element_has_exactly_one_place(llm: Any, model: torch.nn.Modu
     assert {name: whole.shape for name, whole in manifest.expected.items()} == {
         name: tuple(tensor.shape) for name, tensor in tiny.load(second).items() if name != "lm_head.weight"
     }
-    written = {id(p): torch.zeros(p.shape, dtype=torch.int64) for p in model.parameters()}
-    by_pointer = sorted((p.data_ptr(), p) for p in model.parameters())
-    for view in resolved.views.values():
-        owner = max((p for p in by_pointer if p[0] <= view.data_ptr()), key=lambda p: p[0])[1]
-        offset = (view.data_ptr() - owner.data_ptr()) // view.element_size()
-        written[id(owner)].view(-1).as_strided(view.shape, view.stride(), offset).add_(1)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    written = {id(p): torch.zeros(p.shape, dtype=torch.int64) for p in parameters.values()}
+    for piece in manifest.pieces:
+        assert resolved.views[piece.tensor].data_ptr() == parameters[piece.tensor].data_ptr()
+        region_of(written[id(parameters[piece.tensor])], piece.region).add_(1)
     for name, parameter in model.named_parameters():
         count = written[id(parameter)]
         rows = tiny.VOCABULARY if "embed" in name else count.shape[0]
@@ -351,7 +330,9 @@ def test_quantised_layers_experts_and_strided_tensors_are_refused(
         m.setattr(module, "quant_method", type("Fp8LinearMethod", (), {})())
         assert "Fp8LinearMethod" in reason(original, checkpoint, name)
     with monkeypatch.context() as m:
-        m.setattr(module, "__class__", type("Experts", (type(module),), {"__module__": "x.fused_moe.layer"}))
+        m.setattr(
+            module, "__class__", type("Experts", (torch.nn.Module,), {"__module__": "x.fused_moe.layer"})
+        )
         assert "experts" in reason(original, checkpoint, name)
     with monkeypatch.context() as m:
         m.setattr(module.weight, "data", module.weight.data.t().contiguous().t())

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from weightsync_engine.digest import _CHUNK, MODULUS, box_digest
+from weightsync_engine.digest import _CHUNK, _SMALL, MODULUS, box_digest, box_digests
 from weightsync_engine.layout.boxes import Box
 
 shapes = hnp.array_shapes(min_dims=0, max_dims=4, max_side=6)
@@ -131,3 +131,36 @@ def test_a_strided_region_counts_like_its_copy():
 def test_a_tensor_that_is_not_the_box_is_refused():
     with pytest.raises(ValueError, match="does not hold"):
         box_digest(torch.zeros(3), Box((0,), (4,)), (8,))
+
+
+@st.composite
+def many_boxes(draw):
+    """Arrays of several widths, and a box of each: whole, cut in any dimension, or empty."""
+    held = []
+    for array in draw(st.lists(arrays, max_size=12)):
+        start = tuple(draw(st.integers(0, n)) for n in array.shape)
+        extent = tuple(draw(st.integers(0, n - a)) for n, a in zip(array.shape, start, strict=True))
+        held.append((array, Box(start, extent)))
+    return held
+
+
+@given(many_boxes())
+@settings(deadline=None)
+def test_many_at_once_are_what_each_is_alone(held):
+    items = []
+    for array, box in held:
+        cut = array[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]
+        items.append((torch.from_numpy(np.asarray(cut)), box, array.shape))
+    assert box_digests(items) == [box_digest(*item) for item in items]
+
+
+def test_large_and_small_boxes_mix_and_fill_more_than_a_chunk():
+    sizes = [_SMALL + 5, 1, _CHUNK + 1, *[700] * 120, 3]
+    tensors = [torch.arange(n, dtype=torch.int16).reshape(n) * 7 for n in sizes]
+    items = [(t, Box((2,), (len(t),)), (len(t) + 2,)) for t in tensors]
+    assert box_digests(iter(items)) == [box_digest(*item) for item in items]
+
+
+def test_one_of_many_that_does_not_fit_is_an_error():
+    with pytest.raises(ValueError, match="does not hold"):
+        box_digests([(torch.zeros(3), Box((0,), (4,)), (8,))])

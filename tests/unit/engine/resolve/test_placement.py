@@ -8,7 +8,7 @@ import pytest
 
 from weightsync_engine.layout.boxes import Box
 from weightsync_engine.resolve.names import CheckpointNames, NameRules
-from weightsync_engine.resolve.placement import LiveTensor, Placed, place
+from weightsync_engine.resolve.placement import LiveTensor, Placed, Slot, place
 from weightsync_engine.resolve.shards import merged, qkv, vocabulary
 
 PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -179,3 +179,82 @@ def test_a_problem_is_told_under_the_checkpoints_names() -> None:
         [tensor], CheckpointNames(NameRules(PACKED), ["a.gate_proj.weight", "a.up_proj.weight"]), None
     )
     assert found.unresolved == {"a.gate_proj.weight": "quantised", "a.up_proj.weight": "quantised"}
+
+
+# ---- layers that are not cut, shares that nothing but the shapes tells, and experts ------------------------
+
+
+def test_a_layer_inside_a_group_that_is_not_cut_is_held_whole_by_every_worker() -> None:
+    for rank in range(4):
+        # tp 4, but the layer's own size is 1; its rank in the group must play no part.
+        tensor = live("attn.fused_qkv_a_proj.weight", (24, 16), tuple(merged([16, 8], 1, 0)), group=(4, rank))
+        rules = NameRules({"fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa")})
+        shapes = {"attn.q_a_proj.weight": (16, 16), "attn.kv_a_proj_with_mqa.weight": (8, 16)}
+        found = place([tensor], CheckpointNames(rules, shapes), shapes)
+        assert [(p.box, p.at) for p in found.placed] == [
+            (Box((0, 0), (16, 16)), (0, 0)),
+            (Box((0, 0), (8, 16)), (16, 0)),
+        ]
+
+
+def test_a_parameter_without_a_loader_may_be_an_even_share_and_is_then_to_be_compared() -> None:
+    tensor = live("attn.sinks", (4,), must_compare=True, group=(2, 1))
+    found = place([tensor], CheckpointNames(NameRules(), ["attn.sinks"]), {"attn.sinks": (8,)})
+    assert found.placed == (Placed("attn.sinks", Box((4,), (4,)), "attn.sinks", (0,)),)
+    assert found.expected["attn.sinks"].shape == (8,)
+    assert found.must_compare == {"attn.sinks"}
+    assert found.guessed == {"attn.sinks": Box((0,), (4,))}, "the next worker's, from which it must differ"
+
+
+@pytest.mark.parametrize("known", [(6,), (16,), (8, 1)], ids=["uneven", "of-four-workers", "another-rank"])
+def test_a_shape_that_is_no_even_share_of_the_group_is_refused(known: tuple[int, ...]) -> None:
+    tensor = live("attn.sinks", (4,), must_compare=True, group=(2, 1))
+    found = place([tensor], CheckpointNames(NameRules(), ["attn.sinks"]), {"attn.sinks": known})
+    assert list(found.unresolved) == ["attn.sinks"]
+
+
+def experts(problem: str = "") -> LiveTensor:
+    """Two local experts (2 and 3 of 4), by name or stacked."""
+    each = tuple(
+        Slot(f"mlp.experts.{e}.down_proj.weight", (4, 8), Box((0, 2), (4, 2)), (e - 2, 0, 0)) for e in (2, 3)
+    )
+    stacked = (Slot("mlp.experts.down_proj", (4, 4, 8), Box((2, 0, 2), (2, 4, 2)), (0, 0, 0)),)
+    return live("mlp.experts.routed_experts.w2_weight", (2, 4, 2), slots=(each, stacked), problem=problem)
+
+
+def test_experts_land_where_the_checkpoints_form_says() -> None:
+    names = [f"mlp.experts.{e}.down_proj.weight" for e in range(4)]
+    found = place([experts()], CheckpointNames(NameRules(), names), dict.fromkeys(names, (4, 8)))
+    assert found.placed == tuple(
+        Placed(names[e], Box((0, 2), (4, 2)), "mlp.experts.routed_experts.w2_weight", (e - 2, 0, 0))
+        for e in (2, 3)
+    )
+    assert set(found.expected) == set(names[2:]), "experts of other workers are no business of this one"
+    found = place([experts()], CheckpointNames(NameRules(), ["mlp.experts.down_proj"]), None)
+    assert [p.box for p in found.placed] == [Box((2, 0, 2), (2, 4, 2))]
+
+
+def test_experts_of_which_one_is_missing_are_refused_as_one() -> None:
+    found = place([experts()], CheckpointNames(NameRules(), ["mlp.experts.2.down_proj.weight"]), None)
+    assert list(found.unresolved) == ["mlp.experts.routed_experts.w2_weight"]
+    assert found.placed == ()
+
+
+def test_a_reason_for_experts_is_told_under_the_checkpoints_names() -> None:
+    names = [f"mlp.experts.{e}.down_proj.weight" for e in range(4)]
+    found = place([experts("swapped")], CheckpointNames(NameRules(), names), None)
+    assert found.unresolved == dict.fromkeys(names[2:], "swapped")
+
+
+def test_a_module_under_several_paths_is_found_under_the_one_that_the_checkpoint_has() -> None:
+    tensor = live("attn.mla.kv_b_proj.weight", (4, 4), also=("attn.kv_b_proj.weight",))
+    found = place([tensor], CheckpointNames(NameRules(), ["attn.kv_b_proj.weight"]), None)
+    assert [p.name for p in found.placed] == ["attn.kv_b_proj.weight"]
+    assert found.aliases == {}
+
+
+def test_a_buffer_that_no_checkpoint_has_is_left_out() -> None:
+    buffer = live("rotary.cos", (4,), optional=True, must_compare=True)
+    assert place([buffer], CheckpointNames(NameRules(), ["other"]), None).unresolved == {}
+    assert place([buffer], CheckpointNames(NameRules(), None), None).expected == {}
+    assert set(place([buffer], CheckpointNames(NameRules(), ["rotary.cos"]), None).expected) == {"rotary.cos"}

@@ -56,6 +56,13 @@ def test_a_dtensor_that_a_rank_of_its_mesh_lacks_is_refused() -> None:
         merge([[entry], []])
 
 
+def test_shards_that_are_no_boxes_are_refused_where_they_are_published() -> None:
+    """As transformers cuts a packed gate_up_proj for tensor parallelism: a part of each half on every rank."""
+    entry = said("a", mesh={"shape": [2], "ranks": [0, 1]}, placements=[["strided", 0, 2]])
+    with pytest.raises(PublishError, match=r"'a'.*publish its parts as DTensors of their own"):
+        merge([[entry], [entry]])
+
+
 def test_no_parameters_at_all_is_an_error_and_not_an_empty_plan() -> None:
     with pytest.raises(PublishError, match="no parameters"):
         merge([[], []])

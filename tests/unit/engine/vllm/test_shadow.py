@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weightsync_engine.layout.tensors import WorkerManifest
+from weightsync_engine.layout.boxes import Box
+from weightsync_engine.layout.tensors import Piece, WorkerManifest
 from weightsync_engine.mover.slab import Slab, plan_slab
 from weightsync_engine.resolve.manifest import Resolved
 from weightsync_engine.vllm import shadow as module
@@ -26,6 +27,40 @@ def shadow(fused: torch.Tensor) -> Shadow:
     tensors, size = plan_slab((name, tuple(view.shape), "float32") for name, view in views.items())
     slab = Slab.create(size)
     return Shadow(Resolved(WorkerManifest({}, (), tensors, {}), size, views, ""), slab)
+
+
+@pytest.fixture
+def shared() -> tuple[torch.Tensor, Shadow]:
+    """A live tensor of two parameters, of which only `gate` has a place: something else may write `up`."""
+    live = torch.arange(24.0).view(6, 4)
+    tensors, size = plan_slab([("gate_up", (6, 4), "float32")])
+    gate = Piece("gate", Box((0, 0), (4, 4)), "gate_up", (0, 0))
+    manifest = WorkerManifest({}, (gate,), tensors, {"up": "its loader transforms it"})
+    resolved = Resolved(manifest, size, {"gate_up": live}, "", frozenset({"gate_up"}))
+    return live, Shadow(resolved, Slab.create(size))
+
+
+def test_what_no_piece_fills_stays_as_it_was_live() -> None:
+    live = torch.arange(24.0).view(6, 4)
+    tensors, size = plan_slab([("embed", (6, 4), "float32")])
+    rows = Piece("embed", Box((0, 0), (5, 4)), "embed", (0, 0))
+    resolved = Resolved(WorkerManifest({}, (rows,), tensors, {}), size, {"embed": live}, "")
+    shadow = Shadow(resolved, Slab.create(size))
+    shadow.slab.begin_write()
+    shadow.slab.tensor(tensors["embed"])[:5] = 7
+    shadow.slab.stamp("step-7", 7)
+    assert shadow.flip(WANT) is None
+    assert (live[:5] == 7).all()
+    assert live[5].tolist() == [20.0, 21.0, 22.0, 23.0], "the padding"
+
+
+def test_a_flip_keeps_what_another_wrote_beside_our_pieces(shared: tuple[torch.Tensor, Shadow]) -> None:
+    live, shadow = shared
+    receive(shadow, "step-7", 7, 7.0)
+    live[4:] = 5
+    assert shadow.flip(WANT) is None
+    assert (live[:4] == 7).all()
+    assert (live[4:] == 5).all(), "the shadow's old copy of it came back"
 
 
 def receive(shadow: Shadow, version: str, round_: int, value: float) -> None:

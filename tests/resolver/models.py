@@ -1,0 +1,135 @@
+"""Tiny random models of many architectures, and how their checkpoints are made: by transformers' own
+`save_pretrained`, so that names and shapes are those of real checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weightsync_engine.resolve.offline import Parallel
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": 512,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False,
+}  # fmt: skip
+TP = (Parallel(1), Parallel(2), Parallel(4))
+EP = (Parallel(2, experts=True), Parallel(4, experts=True))
+PP = (Parallel(2, pipeline=2),)
+FULL = (*TP, *EP, *PP, Parallel(8), Parallel(8, experts=True), Parallel(2, 2, experts=True))
+"""What the full matrix asks of every architecture that can."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One row of the table."""
+
+    name: str
+    """As in `config.json`."""
+    config: str
+    """Class of transformers' configuration."""
+    values: dict[str, Any] = field(default_factory=dict)
+    note: str = ""
+    parallel: tuple[Parallel, ...] = TP
+    unresolved: Callable[[Parallel], dict[str, str]] = lambda parallel: {}
+    """What cannot be written directly: a pattern of names -> a pattern of the reason."""
+    auto: str = "AutoModelForCausalLM"
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} ({self.note})" if self.note else self.name
+
+    def make(self, folder: Path, seed: int) -> Path:
+        """A checkpoint folder with random values in every tensor."""
+        import transformers
+
+        config = getattr(transformers, self.config)(**self.values)
+        config.architectures = [self.name]
+        torch.manual_seed(seed)
+        model = getattr(transformers, self.auto).from_config(config, dtype=self.dtype)
+        with torch.no_grad():
+            for tensor in model.state_dict().values():
+                if tensor.is_floating_point():
+                    tensor.normal_(0, 0.5)
+        model.save_pretrained(folder)
+        return folder
+
+
+MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "decoder_sparse_step": 1}
+DEEPSEEK = COMMON | {
+    "num_key_value_heads": 8, "moe_intermediate_size": 128, "n_routed_experts": 8, "n_shared_experts": 1,
+    "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 64,
+    "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32,
+    "num_nextn_predict_layers": 0, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+}  # fmt: skip
+
+VISION = {
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 56,
+    "patch_size": 14,
+}  # fmt: skip
+
+ARCHITECTURES = (
+    Architecture("LlamaForCausalLM", "LlamaConfig", COMMON, parallel=TP + PP),
+    Architecture(
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        COMMON | {"tie_word_embeddings": True, "attention_bias": True},
+        "tied, biases",
+    ),
+    Architecture("Qwen2ForCausalLM", "Qwen2Config", COMMON),
+    Architecture(
+        "Qwen2ForCausalLM",
+        "Qwen2Config",
+        COMMON | {"tie_word_embeddings": True, "num_key_value_heads": 2},
+        "tied, 2 KV heads",
+        parallel=TP + PP,
+    ),
+    Architecture("Qwen3ForCausalLM", "Qwen3Config", COMMON | {"vocab_size": 1003}, "odd vocabulary"),
+    Architecture("Qwen3ForCausalLM", "Qwen3Config", COMMON | {"tie_word_embeddings": True}, "tied"),
+    Architecture("Qwen3MoeForCausalLM", "Qwen3MoeConfig", COMMON | MOE, parallel=TP + EP + PP),
+    Architecture(
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        COMMON | {"num_local_experts": 6, "num_experts_per_tok": 2},
+        "6 experts",
+        parallel=TP + EP,
+    ),
+    Architecture("Gemma2ForCausalLM", "Gemma2Config", COMMON | {"tie_word_embeddings": True}),
+    Architecture("Gemma3ForCausalLM", "Gemma3TextConfig", COMMON | {"tie_word_embeddings": True}),
+    Architecture("Phi3ForCausalLM", "Phi3Config", COMMON),
+    Architecture(
+        "DeepseekV2ForCausalLM",
+        "DeepseekV2Config",
+        DEEPSEEK | {"topk_method": "group_limited_greedy", "scoring_func": "softmax"},
+        parallel=TP + EP,
+    ),
+    Architecture("DeepseekV3ForCausalLM", "DeepseekV3Config", DEEPSEEK, parallel=TP + EP),
+    Architecture(
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        COMMON
+        | {"num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"layer_types": ["sliding_attention", "full_attention"]},
+        parallel=TP + EP,
+        unresolved=lambda parallel: {
+            r".*\.mlp\.experts\..*": "loaded by GptOssRoutedExperts, which is not known to copy plainly"
+        },
+    ),
+    Architecture(
+        "Idefics3ForConditionalGeneration",
+        "Idefics3Config",
+        {
+            "text_config": COMMON | {"model_type": "llama"},
+            "vision_config": VISION,
+            "image_token_id": 5,
+            "scale_factor": 2,
+            "tie_word_embeddings": False,
+        },
+        auto="AutoModelForImageTextToText",
+    ),
+)
