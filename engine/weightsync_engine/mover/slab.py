@@ -178,12 +178,18 @@ class Slab:
     def _let_gpu_write(self, gpu: cuda.Device, mapping: mmap.mmap) -> None:
         """Register the header, so that a stream can write `done`. Where it cannot, stamps wait for the stream."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        base = 0
         try:
             base = gpu.register(address, HEADER_BYTES)
+            if base:  # a trial: what a driver says that it can and what it does are two things
+                gpu.write_after_stream(base + 8 * _W_DONE, 0)
+                gpu.synchronise_stream()
         except cuda.CudaError as e:
             log.warning(
                 "every publish waits for its copies: the GPU cannot write to the slab's header: %s", e
             )
+            if base:
+                gpu.unregister(address)
             return
         if not base:
             log.warning("every publish waits for its copies: this GPU's streams cannot write words")

@@ -77,18 +77,18 @@ def test_waiting_for_a_stamp_is_bounded_and_only_for_a_stream(slab, gpu):
     assert slab.wait_stamp(0).version == "step-1"
 
 
-@pytest.mark.parametrize("refuses", ["cannot", "raises"])
+@pytest.mark.parametrize("refuses", ["cannot", "register", "write_after_stream"])
 def test_where_a_stream_cannot_write_words_the_stamp_waits_for_the_copies(refuses, caplog, monkeypatch):
     device = FakeDevice(writes=refuses != "cannot")
-    if refuses == "raises":
+    if refuses != "cannot":
 
-        def register(address, size):
-            raise cuda.CudaError("cuMemHostRegister_v2", 801, "not supported")
+        def refused(*_):
+            raise cuda.CudaError(refuses, 801, "not supported")
 
-        monkeypatch.setattr(device, "register", register)
+        monkeypatch.setattr(device, refuses, refused)
     with in_place(device):
         slab = Slab.create(1024, "cuda:0")
-        assert "every publish waits" in caplog.text
+        assert "every publish waits" in caplog.text and not device.registered
         waits = device.waits
         slab.begin_write()
         slab.stamp_after_copies("step-1", 1)
