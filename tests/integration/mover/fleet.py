@@ -234,7 +234,9 @@ class Fleet:
         """Every worker's shadow equals the published values, bit for bit."""
         for m in self.members[TRAINERS:]:
             for piece in m.manifest.pieces:
-                got = m.view(piece.tensor)[tuple(map(slice, piece.at, Box(piece.at, piece.box.shape).stop))].cpu()
+                got = m.view(piece.tensor)[
+                    tuple(map(slice, piece.at, Box(piece.at, piece.box.shape).stop))
+                ].cpu()
                 want = self.values[piece.name][tuple(map(slice, piece.box.start, piece.box.stop))]
                 assert torch.equal(got.view(torch.int16), want.view(torch.int16)), (m.rank, piece)
 
