@@ -42,6 +42,8 @@ ENV_JWKS = "WEIGHTSYNC_JWKS"
 """Optional; file or https address of the cluster's public keys. Default: the API server's /openid/v1/jwks."""
 ENV_PORT = "WEIGHTSYNC_PORT"
 """Optional; the port of a trainer pod's agent. Default: DEFAULT_TRAINER_PORT."""
+ENV_STAGING_MIB = "WEIGHTSYNC_STAGING_MIB"
+"""Optional; device memory that each mover sets aside for its transport's buffers, in MiB. Default: 2048."""
 
 DEFAULT_OPERATOR = "weightsync-system:weightsync-operator"
 

@@ -88,11 +88,6 @@ class _Nccl(Transport):
             **{name: value for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS)},
         }
 
-    @property
-    def hopeless(self) -> bool:
-        """Something is stuck on the GPU that nothing but the end of this process can end."""
-        return self._failed
-
     def finish(self, stall_seconds: float, moved: Callable[[int], None]) -> None:
         begun = self._begun.popleft()
         until = time.monotonic() + stall_seconds
@@ -119,8 +114,8 @@ class _Nccl(Transport):
     def close(self) -> None:
         comm, self._comm = self._comm, None
         self._begun.clear()
-        if comm is not None and not self._failed:
-            comm.abort()
+        if comm is not None and not self.hopeless:
+            comm.abort()  # local: no peer takes part
 
 
 class P2PTransport(_Nccl):
@@ -213,6 +208,11 @@ class M2NTransport(_Nccl):
         self._turn = 0
         self._ready: dict[int, _Share] = {}
         self._meshes: dict[Side, Any] = {}
+
+    @property
+    def hopeless(self) -> bool:
+        # After a peer is lost inside a reshard, abort() never returns.
+        return self._failed
 
     @staticmethod
     def runtime() -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..mover.copies import copy_all, same_bits
 from ..mover.slab import Slab
 from ..protocol.messages import Problem, Published
 from ..resolve.manifest import Resolved
@@ -70,7 +71,7 @@ class Shadow:
         self.torn = True
         with torch.inference_mode():
             if self._live:
-                torch._foreach_copy_(self._live, self._next)
+                copy_all(self._live, self._next)
             self._synchronise()
             if first and (unlike := self._unlike()) is not None:
                 return Problem(
@@ -96,11 +97,6 @@ class Shadow:
         """The first tensor whose live bytes are not the shadow's: memory that something else writes or has
         moved."""
         for name, live, shadow in zip(self._names, self._live, self._next, strict=True):
-            if not torch.equal(_bytes(live), _bytes(shadow)):
+            if not same_bits(live, shadow):
                 return name
         return None
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Flat, so that bits are compared and not values (NaN, -0.0)."""
-    return tensor.reshape(-1).view(torch.uint8)
