@@ -111,6 +111,50 @@ ARCHITECTURES = (
         parallel=TP + EP,
     ),
     Architecture("DeepseekV3ForCausalLM", "DeepseekV3Config", DEEPSEEK, parallel=TP + EP),
+    Architecture("MistralForCausalLM", "MistralConfig", COMMON, parallel=TP[1:2]),
+    Architecture(
+        "Qwen2MoeForCausalLM",
+        "Qwen2MoeConfig",
+        COMMON | MOE | {"shared_expert_intermediate_size": 128},
+        parallel=(TP[1], EP[0]),
+    ),
+    Architecture(
+        "OlmoeForCausalLM",
+        "OlmoeConfig",
+        COMMON | {"num_experts": 8, "num_experts_per_tok": 2},
+        parallel=(TP[1], EP[0]),
+    ),
+    Architecture(
+        "Glm4MoeForCausalLM",
+        "Glm4MoeConfig",
+        COMMON
+        | {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1}
+        | {"topk_group": 1, "moe_intermediate_size": 128, "first_k_dense_replace": 1},
+        parallel=(TP[1], EP[0]),
+    ),
+    Architecture(
+        "Qwen3NextForCausalLM",
+        "Qwen3NextConfig",
+        COMMON
+        | MOE
+        | {"shared_expert_intermediate_size": 128, "layer_types": ["linear_attention", "full_attention"]}
+        | {"linear_num_value_heads": 8, "linear_num_key_heads": 4}
+        | {"linear_key_head_dim": 32, "linear_value_head_dim": 32},
+        parallel=TP[1:2],
+        unresolved=lambda parallel: {
+            r".*\.linear_attn\.(dt_bias|A_log|conv1d\.weight)": "its loader is not known to copy plainly"
+        },
+    ),
+    Architecture(
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        COMMON | {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 256},
+        parallel=TP[1:2],
+        unresolved=lambda parallel: {
+            r".*\.feed_forward\.experts\.(routed_experts|gate_up_proj|down_proj).*": "would be a share|transforms",
+            r".*\.self_attn\.[qk]_proj\.weight": "transforms",
+        },
+    ),
     Architecture(
         "GptOssForCausalLM",
         "GptOssConfig",

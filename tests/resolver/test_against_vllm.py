@@ -18,6 +18,7 @@ from tests.resolver.models import Architecture
 
 from weightsync_engine.resolve.offline import Parallel, build_worker
 
+pytestmark = pytest.mark.timeout(900)
 CASES = cases()
 IDS = [f"{architecture.title}, {parallel}" for architecture, parallel in CASES]
 
@@ -47,7 +48,10 @@ def test_what_is_written_is_bit_for_bit_what_vllm_would_load(
         fresh = dict(tensors(build_worker(second, rank, parallel, weights=True, dtype=DTYPE).model))
         assert fresh.keys() == moved.after.keys()
         for name, tensor in fresh.items():
-            if name in manifest.unresolved:
+            if name in moved.resolved.shared:
+                continue  # in part
+            refused = any(re.fullmatch(pattern, name) for pattern in wanted)
+            if name in manifest.unresolved or (refused and name not in moved.resolved.views):
                 assert torch.equal(bits(moved.after[name]), bits(moved.before[name])), f"{name} was touched"
             else:
                 assert torch.equal(bits(moved.after[name]), bits(tensor)), f"rank {rank}: {name}"

@@ -14,7 +14,7 @@ from tests.resolver.matrix import DTYPE, Folders
 from tests.resolver.models import ARCHITECTURES, COMMON
 
 from weightsync_engine.resolve.checkpoint import open_checkpoint
-from weightsync_engine.resolve.manifest import resolve
+from weightsync_engine.resolve.manifest import TRANSFORMS, resolve
 from weightsync_engine.resolve.offline import Group, OfflineError, Parallel, build_worker
 
 LLAMA = COMMON | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
@@ -72,6 +72,9 @@ def test_a_planned_layout_is_the_one_that_a_loaded_model_has(folders: Folders) -
                 loaded = resolve(
                     build_worker(folder, rank, parallel, weights=True, dtype=DTYPE).model, checkpoint
                 )
+            if TRANSFORMS in loaded.manifest.unresolved.values():
+                assert architecture.name == "Llama4ForCausalLM", "only values tell it"
+                continue
             assert planned.manifest == loaded.manifest, f"{architecture.title}, {parallel}"
             assert planned.direct_bytes == loaded.direct_bytes
 

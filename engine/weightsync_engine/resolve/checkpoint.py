@@ -50,20 +50,27 @@ class Checkpoint:
         self._stack.close()
 
     def sample(self, name: str, box: Box, whole: bool = False) -> Iterator[tuple[Box, torch.Tensor]]:
-        """The first and the last row of a box of a parameter, or all of it: each with its own box, in the
-        checkpoint's dtype."""
-        if whole and box.shape:
-            index = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
-            yield box, self._files[name].get_slice(name)[index]
-            return
+        """A few rows of a box of a parameter, or all of it: each with its own box, in the checkpoint's dtype.
+
+        Two rows at the beginning, in the middle and at the end (of the first and the last expert of a stack):
+        the usual permutations (interleaved halves, rotary pairs) keep the very first and last row in place.
+        """
         if not box.shape:
             yield box, self._files[name].get_tensor(name)
             return
         rows = self._files[name].get_slice(name)
-        for row in sorted({box.start[0], box.stop[0] - 1}):
-            one = Box((row, *box.start[1:]), (1, *box.shape[1:]))
-            index = tuple(slice(a, b) for a, b in zip(one.start, one.stop, strict=True))
-            yield one, rows[index]
+        for part in [box] if whole else _parts(box):
+            yield part, rows[tuple(slice(a, b) for a, b in zip(part.start, part.stop, strict=True))]
+
+
+def _parts(box: Box) -> list[Box]:
+    if len(box.shape) > 2:
+        ends = sorted({box.start[0], box.stop[0] - 1})
+        inner = _parts(Box(box.start[1:], box.shape[1:]))
+        return [Box((end, *part.start), (1, *part.shape)) for end in ends for part in inner]
+    start, length = box.start[0], box.shape[0]
+    firsts = sorted({max(0, min(at, length - 2)) for at in (0, length // 2, length - 2)})
+    return [Box((start + at, *box.start[1:]), (min(2, length), *box.shape[1:])) for at in firsts]
 
 
 def open_checkpoint(model: str, revision: str | None, load_format: str) -> Checkpoint:
