@@ -176,7 +176,7 @@ def test_slabs_work_whatever_allocator_torch_uses(device):
 
 
 def test_the_copy_of_many_tensors_runs_at_the_speed_of_memory(device):
-    from weightsync_engine.mover.copies import copy_all
+    from weightsync_engine.transport.copies import copy_all
 
     free = torch.cuda.mem_get_info(device)[0]
     size = min(41 << 20, free // 5 // 399 // 512 * 512)

@@ -28,12 +28,12 @@ from torch.distributed.tensor import DTensor
 from ..agent.config import AgentConfig
 from ..agent.supervisor import AgentSupervisor
 from ..layout.tensors import TrainerManifest
-from ..mover.copies import copy_all
 from ..mover.memory import Needs, check_memory, staging_bytes
 from ..mover.slab import Slab, plan_slab
 from ..mover.supervisor import MoverSupervisor
 from ..protocol.mover import MoverOutcome
 from ..protocol.names import DEFAULT_TRAINER_PORT, ENV_POD_UID, ENV_PORT
+from ..transport.copies import copy_all
 from .agreement import Peers, peers
 from .handle import Handle, PublishError
 from .naming import Names

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..mover.copies import copy_all, same_bits
 from ..mover.slab import Slab
 from ..protocol.messages import Problem, Published
 from ..resolve.manifest import Resolved
+from ..transport.copies import copy_all, same_bits
 
 
 @dataclass(frozen=True)

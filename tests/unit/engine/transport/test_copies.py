@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync_engine.mover.copies import copy_all, same_bits
+from weightsync_engine.transport.copies import copy_all, same_bits
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 pairs = st.lists(st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES), st.booleans()), max_size=8)
@@ -31,3 +31,11 @@ def test_bits_are_compared_and_not_values():
     assert same_bits(torch.ones(4, 4).T, torch.ones(4, 4), chunk=3)
     assert not same_bits(torch.tensor([True, False]), torch.tensor([True, True]))
     assert same_bits(torch.empty(0), torch.empty(0))
+
+
+@pytest.mark.parametrize("elements", [64, 1 << 20])
+def test_every_bit_of_nans_is_kept(elements):
+    bits = torch.arange(elements, dtype=torch.int32).to(torch.int16)
+    target = torch.zeros(elements, dtype=torch.bfloat16)
+    copy_all([target], [bits.view(torch.bfloat16)])
+    assert torch.equal(target.view(torch.int16), bits)

@@ -10,6 +10,10 @@ import torch
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+_ALONE_BYTES = 1 << 20
+"""From here on a copy of its own, which is the driver's and the fastest, costs less than its launch."""
+
+
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy each source into its target, cast where dtypes differ, on the current stream; returns at once on a GPU.
 
@@ -18,12 +22,15 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
     """
     groups: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
-        if target.dtype == source.dtype:  # as integers: this copy would change the bits of NaNs
+        alike = target.stride() == source.stride()
+        if target.dtype == source.dtype:  # as integers: fused copies change the bits of NaNs
             target, source = (
                 target.view(_BITS[target.element_size()]),
                 source.view(_BITS[source.element_size()]),
             )
-        alike = target.stride() == source.stride()
+            if alike and target.is_contiguous() and target.numel() * target.element_size() >= _ALONE_BYTES:
+                target.copy_(source, non_blocking=target.is_cuda and source.is_cuda)
+                continue
         key = (target.dtype, source.dtype, target.device, source.device, alike)
         into, of = groups.setdefault(key, ([], []))
         into.append(target)
