@@ -38,7 +38,7 @@ def test_publish_returns_without_waiting_for_the_stream_and_casts(env, device):
     with Publisher(weights.items(), port=0, dtype=torch.bfloat16) as publisher:
         for turn in range(1, 6):
             torch.cuda.synchronize()
-            torch.cuda._sleep(int(1.8e8))  # about 100 ms of training work before
+            torch.cuda._sleep(int(1e9))  # about 500 ms of training work before
             began = time.perf_counter()
             publisher.publish(f"step-{turn}")
             took = time.perf_counter() - began
@@ -50,7 +50,7 @@ def test_publish_returns_without_waiting_for_the_stream_and_casts(env, device):
             for i, name in enumerate(weights):
                 assert bool((publisher._views[name] == i + turn - 1).all()), (turn, name)
             print(f"\npublish held the host for {took * 1e3:.2f} ms")
-            assert took < 0.08
+            assert took < 0.25
     del publisher
     gc.collect()
 

@@ -1,10 +1,11 @@
 """A digest of a parameter that does not depend on how it is sharded.
 
-The 64-bit sum, over the elements, of a strong mix of (bits of the element, its linear index in the whole
-parameter). Sums over disjoint boxes add up to the sum over their union, so shards and replicas of any layout
-can be compared by addition alone. For a fixed index the mix is a bijection of the bits: one changed element
-always changes the sum; any other difference goes unseen with a chance of about 2^-64. It guards against
-faults, not against forgers.
+The 64-bit sum, over the elements, of (bits of the element + 1) times an odd key that is a strong mix of its linear
+index in the whole parameter. Sums over disjoint boxes add up to the sum over their union, so shards and replicas of any
+layout can be compared by addition alone. As keys are odd, one changed, missing or doubled element always changes the
+sum; any other difference goes unseen with a chance of about 2^-64 times the largest power of two that divides it, so
+2^-48 at worst for elements of 16 bits. It guards against faults, not against forgers. Four neighbours share one mix and
+differ by constants, so that a GPU does the sum as fast as it reads.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ _SMALL = 1 << 13  # elements: below, the calls cost more than the elements, and 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
+_LANES = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5)
+"""Odd: of the four neighbours that share a mix."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -63,10 +66,7 @@ def _sum(tensor: torch.Tensor, dims: list[tuple[int, int, int]]) -> torch.Tensor
         if width < 8:
             bits &= mask
         index = torch.arange(start, start + bits.numel(), dtype=torch.int64, device=tensor.device)
-        index = _linear(index, dims)
-        index *= _signed(_GOLDEN)
-        bits += _finish(index)
-        total += _finish(bits).sum()
+        total += _values(bits, _linear(index, dims)).sum()
     return total
 
 
@@ -128,10 +128,8 @@ class _Batch:
             bits &= (1 << 8 * self.width) - 1
         position = torch.arange(self.size, dtype=torch.int64, device=self.device) - first
         index = (position // extent + outer) * whole + position % extent + start
-        index *= _signed(_GOLDEN)
-        bits += _finish(index)
         total = torch.zeros(len(self._places), dtype=torch.int64, device=self.device)
-        total.index_add_(0, owner, _finish(bits))
+        total.index_add_(0, owner, _values(bits, index))
         for place, value in zip(self._places, total.tolist(), strict=True):
             sums[place] = value % MODULUS
 
@@ -139,6 +137,20 @@ class _Batch:
 def _check(tensor: torch.Tensor, box: Box, shape: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != box.shape or not Box.whole(shape).contains(box):
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} does not hold {box} of shape {shape}")
+
+
+def _values(bits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """What each element adds to the sum; int64, in place of `bits`."""
+    lanes = torch.tensor([_signed(lane) for lane in _LANES], dtype=torch.int64, device=bits.device)
+    lane = lanes.index_select(0, index & 3)
+    index >>= 2
+    index *= _signed(_GOLDEN)
+    key = _finish(index)
+    key |= 1
+    key *= lane
+    bits += 1
+    bits *= key
+    return bits
 
 
 def _finish(z: torch.Tensor) -> torch.Tensor:

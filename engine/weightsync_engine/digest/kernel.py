@@ -14,6 +14,10 @@ _BLOCK = 1024
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _MIX_2 = tl.constexpr(0x94D049BB133111EB)
+_LANE_0 = tl.constexpr(0x9E3779B97F4A7C15)
+_LANE_1 = tl.constexpr(0xC2B2AE3D27D4EB4F)
+_LANE_2 = tl.constexpr(0x165667B19E3779F9)
+_LANE_3 = tl.constexpr(0x27D4EB2F165667C5)
 
 
 # No annotations but constants': Triton evaluates them.
@@ -22,6 +26,15 @@ def _finish(z):  # type: ignore[no-untyped-def]
     z = (z ^ (z >> 30)) * _MIX_1
     z = (z ^ (z >> 27)) * _MIX_2
     return z ^ (z >> 31)
+
+
+@triton.jit
+def _lane(at):  # type: ignore[no-untyped-def]
+    """The constant of each of four neighbours."""
+    zero = at.to(tl.uint64) * 0
+    low = tl.where(at == 0, zero + _LANE_0, zero + _LANE_1)
+    high = tl.where(at == 2, zero + _LANE_2, zero + _LANE_3)
+    return tl.where(at < 2, low, high)
 
 
 @triton.jit
@@ -57,8 +70,6 @@ def _digest(  # type: ignore[no-untyped-def]
     data += begin
     if WHOLE:
         data = tl.multiple_of(data, 16)
-    lanes = tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], dtype=tl.int64)
     one_run = extent == 0
     # Of the tile's first element: its row and its place in that row.
     if one_run:
@@ -71,24 +82,44 @@ def _digest(  # type: ignore[no-untyped-def]
         base = start
         within = (begin % extent).to(tl.int32)
         length = extent.to(tl.int32)
-    for at in range(0, TILE, BLOCK):
-        inside = at + lanes
-        if WHOLE:  # noqa: SIM108
-            bits = tl.load(data + inside)
-        else:
-            bits = tl.load(data + inside, mask=begin + inside < count, other=0)
-        if one_run:
-            index = base + inside
-        else:
-            place = within + inside
-            down = place // length
-            index = (outer_row + down) * whole + (place - down * length) + base
-        key = _finish(index.to(tl.uint64) * _GOLDEN)
-        value = _finish(key + bits.to(tl.uint64)).to(tl.int64, bitcast=True)
-        if not WHOLE:
-            value = tl.where(begin + inside < count, value, 0)
-        total += value
-    tl.atomic_add(out + slot, tl.sum(total, axis=0))
+    if WHOLE and (base | within | extent | whole) % 4 == 0:
+        # Every four neighbours in memory are neighbours in the parameter, and share their mix.
+        first_of = tl.arange(0, BLOCK // 4) * 4
+        lane = tl.arange(0, 4)
+        factor = _lane(lane)[None, :]
+        sums = tl.zeros([BLOCK // 4], dtype=tl.uint64)
+        for at in range(0, TILE, BLOCK):
+            bits = tl.load(data + (at + first_of)[:, None] + lane[None, :])
+            if one_run:
+                index = base + at + first_of
+            else:
+                place = within + at + first_of
+                down = place // length
+                index = (outer_row + down) * whole + (place - down * length) + base
+            key = _finish((index >> 2).to(tl.uint64) * _GOLDEN) | 1
+            sums += tl.sum((bits.to(tl.uint64) + 1) * factor, axis=1) * key
+        tl.atomic_add(out + slot, tl.sum(sums, axis=0).to(tl.int64, bitcast=True))
+    else:
+        lanes = tl.arange(0, BLOCK)
+        total = tl.zeros([BLOCK], dtype=tl.int64)
+        for at in range(0, TILE, BLOCK):
+            inside = at + lanes
+            if WHOLE:  # noqa: SIM108
+                bits = tl.load(data + inside)
+            else:
+                bits = tl.load(data + inside, mask=begin + inside < count, other=0)
+            if one_run:
+                index = base + inside
+            else:
+                place = within + inside
+                down = place // length
+                index = (outer_row + down) * whole + (place - down * length) + base
+            key = (_finish((index >> 2).to(tl.uint64) * _GOLDEN) | 1) * _lane(index & 3)
+            value = ((bits.to(tl.uint64) + 1) * key).to(tl.int64, bitcast=True)
+            if not WHOLE:
+                value = tl.where(begin + inside < count, value, 0)
+            total += value
+        tl.atomic_add(out + slot, tl.sum(total, axis=0))
 
 
 def add_digests(tiles: Tiles, width: int, out: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .base import PeerFailure
-from .store import EpochStore
+from .store import EpochStore, poll_pauses
 
 _END = 1 << 60
 SETTLE_SECONDS = 0.5
@@ -47,7 +47,7 @@ class Presence:
         deadline = time.monotonic() + seconds
         before = self._own[turn - 1] if turn else -1
         told = False
-        pause = 0.0005
+        started, pauses = time.monotonic(), poll_pauses()
         while True:
             asked = {self._key(p): p for p in peers if self._known.get(p, -2) < step}
             if asked:
@@ -62,11 +62,10 @@ class Presence:
             self._store.raise_failed()
             if time.monotonic() >= deadline:
                 self._late(step, missing[0], seconds)
-            if not told and pause > 0.01:
+            if not told and time.monotonic() - started > 0.05:
                 self._say(before, step, missing[0])
                 told = True
-            time.sleep(pause)
-            pause = min(pause * 1.5, 0.02)
+            time.sleep(next(pauses))
         self._say(step, self._own[turn + 1] if turn + 1 < len(self._own) else _END)
 
     def _late(self, step: int, rank: int, seconds: float) -> None:

@@ -17,13 +17,13 @@ import json
 import socket
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from ..protocol.messages import Problem, Rendezvous
 from .base import Failure, PeerFailure
@@ -31,7 +31,11 @@ from .base import Failure, PeerFailure
 _CHUNK_BYTES = 4 << 20
 """TCPStore refuses values of more than 8 MiB."""
 _MAX_CHUNKS = 256
-_POLL_SECONDS = (0.0005, 0.02)
+_POLL_SECONDS = (0.0002, 0.002, 0.02)
+"""Between looks at the store: the first, the longest while a quick answer is to be expected, the longest after."""
+_QUICK_SECONDS = 0.25
+_LOOK_SECONDS = 0.05
+"""How long one wait in the store lasts at most."""
 _CONNECT_SECONDS = 10.0
 
 
@@ -177,9 +181,8 @@ class EpochStore:
 
     def wait(self, keys: Mapping[str, int], deadline: float, what: str) -> None:
         """Wait until all keys exist; raises as `get_all` does."""
-        pause = _POLL_SECONDS[0]
         names = list(keys)
-        while not self._check(names):
+        while not self._there(names, deadline):
             self.raise_failed()
             if time.monotonic() >= deadline:
                 late = sorted({keys[k] for k in names if not self._check([k])})
@@ -192,8 +195,18 @@ class EpochStore:
                     "raise the deadline",
                     late[0],
                 )
-            time.sleep(min(pause, max(deadline - time.monotonic(), 0.0)))
-            pause = min(pause * 1.5, _POLL_SECONDS[1])
+
+    def _there(self, names: list[str], deadline: float) -> bool:
+        """Whether all keys exist; the store itself says so as soon as they do. Comes back now and then, for
+        whoever waits has to look for failures and cancellation as well."""
+        left = max(deadline - time.monotonic(), 0.001)
+        try:
+            self._store.wait(names, timedelta(seconds=min(_LOOK_SECONDS, left)))
+        except DistStoreError:
+            return False
+        except RuntimeError as e:
+            raise self._lost(e) from e
+        return True
 
     def exists(self, key: str) -> bool:
         """Whether somebody has written it. Does not wait."""
@@ -263,9 +276,13 @@ class EpochStore:
         try:
             return call()
         except RuntimeError as e:
-            raise PeerFailure(
-                "StoreLost", f"the epoch's store in the trainer's lead pod is gone: {str(e)[:200]}", 0
-            ) from e
+            raise self._lost(e) from e
+
+    @staticmethod
+    def _lost(error: RuntimeError) -> PeerFailure:
+        return PeerFailure(
+            "StoreLost", f"the epoch's store in the trainer's lead pod is gone: {str(error)[:200]}", 0
+        )
 
 
 class GlooStore(Store):
@@ -290,6 +307,16 @@ class GlooStore(Store):
 
     def check(self, keys: list[str]) -> bool:
         return all(self._epoch.exists(f"gloo/{k}") for k in keys)
+
+
+def poll_pauses() -> Iterator[float]:
+    """How long to sleep before each next look: inside a round the answer is milliseconds away, and a longer sleep
+    would be most of the round; later it would only load the store."""
+    started, pause = time.monotonic(), _POLL_SECONDS[0]
+    while True:
+        yield pause
+        quick = time.monotonic() - started < _QUICK_SECONDS
+        pause = min(pause * 1.5, _POLL_SECONDS[1 if quick else 2])
 
 
 def ranks_text(ranks: list[int]) -> str:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync_engine.digest import MODULUS, _joined, box_digest, tiles
+from weightsync_engine.digest import _LANES, MODULUS, _joined, box_digest, tiles
 from weightsync_engine.digest.tiles import FAST_ALIGNMENT, TILE, Boxed, Tiles, cut, fits
 from weightsync_engine.layout.boxes import Box
 
@@ -44,8 +44,19 @@ def model(work: Tiles, width: int, slots: int) -> list[int]:
             index = (begin // extent + outer + down.astype(np.int64)) * whole
             index += (place - down * np.int32(extent)).astype(np.int64) + start
         with np.errstate(over="ignore"):
-            key = finish(index.astype(U64) * U64(0x9E3779B97F4A7C15))
-            sums[slot] = (sums[slot] + int(finish(key + bits).sum(dtype=U64))) % MODULUS
+            key = finish((index >> 2).astype(U64) * U64(0x9E3779B97F4A7C15)) | U64(1)
+            lanes = np.array(_LANES, dtype=U64)
+            if (
+                tile < work.whole
+                and (base := begin + start if extent == 0 else start) % 4 == 0
+                and all(n % 4 == 0 for n in (extent and begin % extent, extent, whole))
+            ):
+                assert (index.reshape(-1, 4) == index[::4, None] + np.arange(4)).all(), base
+                four = ((bits + U64(1)).reshape(-1, 4) * lanes).sum(axis=1, dtype=U64)
+                value = four * key[::4]
+            else:
+                value = (bits + U64(1)) * key * lanes[index & 3]
+            sums[slot] = (sums[slot] + int(value.sum(dtype=U64))) % MODULUS
     return sums
 
 
