@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
-from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from ..protocol.messages import Problem, Rendezvous
 from .base import Failure, PeerFailure
@@ -34,8 +34,6 @@ _MAX_CHUNKS = 256
 _POLL_SECONDS = (0.0002, 0.002, 0.02)
 """Between looks at the store: the first, the longest while a quick answer is to be expected, the longest after."""
 _QUICK_SECONDS = 0.25
-_LOOK_SECONDS = 0.05
-"""How long one wait in the store lasts at most."""
 _CONNECT_SECONDS = 10.0
 
 
@@ -182,7 +180,9 @@ class EpochStore:
     def wait(self, keys: Mapping[str, int], deadline: float, what: str) -> None:
         """Wait until all keys exist; raises as `get_all` does."""
         names = list(keys)
-        while not self._there(names, deadline):
+        pauses = poll_pauses()
+        # The store's own wait is of no use: torch logs a warning at each of its timeouts.
+        while not self._check(names):
             self.raise_failed()
             if time.monotonic() >= deadline:
                 late = sorted({keys[k] for k in names if not self._check([k])})
@@ -195,18 +195,7 @@ class EpochStore:
                     "raise the deadline",
                     late[0],
                 )
-
-    def _there(self, names: list[str], deadline: float) -> bool:
-        """Whether all keys exist; the store itself says so as soon as they do. Comes back now and then, for
-        whoever waits has to look for failures and cancellation as well."""
-        left = max(deadline - time.monotonic(), 0.001)
-        try:
-            self._store.wait(names, timedelta(seconds=min(_LOOK_SECONDS, left)))
-        except DistStoreError:
-            return False
-        except RuntimeError as e:
-            raise self._lost(e) from e
-        return True
+            time.sleep(min(next(pauses), max(deadline - time.monotonic(), 0.0)))
 
     def exists(self, key: str) -> bool:
         """Whether somebody has written it. Does not wait."""
