@@ -341,6 +341,20 @@ def server(
     return process.start()
 
 
+def medians(rounds: list[dict[str, Any]]) -> dict[str, float]:
+    keys = (
+        "prepare",
+        "transfer",
+        "commit",
+        "round",
+        "publish_host",
+        "publish_device",
+        "longest_gap",
+        "usual_gap",
+    )
+    return {k: round(statistics.median(r[k] for r in rounds), 2) for k in keys if rounds}
+
+
 def drive(options: argparse.Namespace) -> None:
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
@@ -362,17 +376,18 @@ def drive(options: argparse.Namespace) -> None:
         driver.admit(None)
         first = [s.greedy(PROMPT, 16) for s in servers]
         streams = [Stream(s.url) for s in servers for _ in range(options.streams)]
-        for s in streams:
-            s.start()
-        time.sleep(3)
         for turn in range(1, options.rounds + 1):
+            if turn == options.idle_rounds + 1:
+                for s in streams:
+                    s.start()
+                time.sleep(3)
             version = f"step-{turn}"
             told = trainers.ask(publish=version, scale=1 + turn / 64)
             start = time.perf_counter()
             parts = driver.sync(version)
             end = time.perf_counter()
             driver.admit(version)
-            time.sleep(0.5)
+            time.sleep(0.5 if turn > options.idle_rounds else 0.05)
             gaps = [g for s in streams for g in s.gaps(start, end + 0.2)]
             quiet = [g for s in streams for g in s.gaps(end + 0.2, end + 0.5)]
             parts |= {
@@ -391,6 +406,14 @@ def drive(options: argparse.Namespace) -> None:
             s.stop = True
         result["stream_errors"] = [s.error for s in streams if s.error]
         last = [s.greedy(PROMPT, 16) for s in servers]
+        idle = result["rounds"][2 : options.idle_rounds]
+        if idle:
+            result["idle_medians_ms"] = medians(idle)
+            print(json.dumps({"idle_medians_ms": result["idle_medians_ms"]}), flush=True)
+        result["medians_ms"] = medians(result["rounds"][max(options.idle_rounds, 2) :])
+        print(json.dumps({"medians_ms": result["medians_ms"], "join_s": result["join_s"]}), flush=True)
+        if not options.fresh:
+            return
         trainers.ask(save=str(out / "final"))
         fresh = server(options, operator, out / "final", "fresh", "tp1", 0)
         servers.append(fresh)
@@ -405,22 +428,6 @@ def drive(options: argparse.Namespace) -> None:
             "equal": [t == wanted for t in last],
         }
         print(json.dumps(result["tokens"]))
-        medians = {
-            k: statistics.median(r[k] for r in result["rounds"][2:])
-            for k in (
-                "prepare",
-                "transfer",
-                "commit",
-                "round",
-                "publish_host",
-                "publish_device",
-                "longest_gap",
-            )
-        }
-        result["medians_ms"] = medians
-        print(
-            json.dumps({"medians_ms": medians, "join_s": result["join_s"], "errors": result["stream_errors"]})
-        )
     except BaseException:
         for s in servers:
             print(f"--- {s.log}\n{s.tail(30)}", file=sys.stderr)
@@ -443,6 +450,10 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--streams", type=int, default=8, help="by server")
+    parser.add_argument("--idle-rounds", type=int, default=0, help="the first so many without streams")
+    parser.add_argument(
+        "--no-fresh", dest="fresh", action="store_false", help="skip the fresh server at the end"
+    )
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--out", default="build/gpu_vllm")
     parser.add_argument("--vllm-arguments", default="")
