@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,8 @@ class Architecture:
     values: dict[str, Any] = field(default_factory=dict)
     note: str = ""
     parallel: tuple[Parallel, ...] = TP
-    unresolved: Callable[[Parallel], dict[str, str]] = lambda parallel: {}
-    """What cannot be written directly: a pattern of names -> a pattern of the reason."""
+    by_loader: Mapping[str, str] = field(default_factory=dict)
+    """What goes to vLLM's own loader: a pattern of names -> a pattern of the reason."""
     auto: str = "AutoModelForCausalLM"
     dtype: torch.dtype = torch.float32
 
@@ -116,9 +116,43 @@ ARCHITECTURES = (
         | {"num_local_experts": 4, "num_experts_per_tok": 2}
         | {"layer_types": ["sliding_attention", "full_attention"]},
         parallel=TP + EP,
-        unresolved=lambda parallel: {
+        by_loader={
             r".*\.mlp\.experts\..*": "loaded by GptOssRoutedExperts, which is not known to copy plainly"
         },
+    ),
+    Architecture(
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        COMMON
+        | {"intermediate_size": 192, "intermediate_size_mlp": 256, "num_local_experts": 4, "num_experts_per_tok": 1}
+        | {"moe_layers": [1], "interleave_moe_layer_step": 2, "attention_chunk_size": 128},
+        parallel=TP[:2],
+        by_loader={
+            r".*\.experts\.(gate_up|down)_proj": r"would be a share of \[",
+            r".*\.self_attn\.[qkv]_proj\.weight": "permutes the rows of q and k",
+        },
+    ),
+    Architecture(
+        "Mamba2ForCausalLM",
+        "Mamba2Config",
+        {"vocab_size": 1000, "hidden_size": 128, "state_size": 16, "num_hidden_layers": 2, "num_heads": 8}
+        | {"head_dim": 32, "n_groups": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+        parallel=TP[:2],
+        by_loader={
+            r".*\.mixer\.A_log": "composed_loader",
+            r".*\.mixer\.(D|dt_bias|norm\.weight)": "sharded_weight_loader",
+        },
+    ),
+    Architecture(
+        "Qwen3NextForCausalLM",
+        "Qwen3NextConfig",
+        COMMON
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+        | {"shared_expert_intermediate_size": 128, "linear_num_value_heads": 8, "linear_num_key_heads": 4}
+        | {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+        | {"layer_types": ["linear_attention", "full_attention"]},
+        parallel=TP[:2],
+        by_loader={r".*\.linear_attn\.(dt_bias|A_log|conv1d\.weight)": "sharded_weight_loader"},
     ),
     Architecture(
         "Idefics3ForConditionalGeneration",

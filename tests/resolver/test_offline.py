@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.resolver.matrix import DTYPE, Folders
+from tests.resolver.matrix import DTYPE, Folders, resolved_as
 from tests.resolver.models import ARCHITECTURES, COMMON
 
 from weightsync_engine.resolve.checkpoint import open_checkpoint
@@ -67,16 +67,15 @@ def test_a_planned_layout_is_the_one_that_a_loaded_model_has(folders: Folders) -
                 planned = resolve(
                     build_worker(folder, rank, parallel, dtype=DTYPE).model, checkpoint, planned=True
                 )
-                loaded = resolve(
-                    build_worker(folder, rank, parallel, weights=True, dtype=DTYPE).model, checkpoint
-                )
+            loaded = resolved_as(build_worker(folder, rank, parallel, weights=True, dtype=DTYPE), folder)
             assert planned.manifest == loaded.manifest, f"{architecture.title}, {parallel}"
             assert planned.direct_bytes == loaded.direct_bytes
+            assert planned.loader_bytes == loaded.loader_bytes
 
 
 def test_without_a_checkpoint_the_names_are_those_that_transformers_saves(folders: Folders) -> None:
     for architecture in ARCHITECTURES:
-        if architecture.unresolved(Parallel()):
+        if architecture.by_loader:
             continue
         folder = folders(architecture, 1)
         model = build_worker(folder, 0, dtype=DTYPE).model

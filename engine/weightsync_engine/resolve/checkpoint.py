@@ -17,9 +17,26 @@ from safetensors import SafetensorError, safe_open
 
 from ..layout.boxes import Box
 
+SAMPLE = 16
+"""Rows of each piece that are compared with the checkpoint."""
+_DTYPES = {
+    "F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+
 
 class NoCheckpoint(Exception):
     """There is nothing to compare with; the text says why."""
+
+
+def sample_rows(start: int, stop: int) -> list[int]:
+    """At most `SAMPLE` rows of `[start, stop)`, the same ones each time."""
+    count = stop - start
+    if count <= SAMPLE:
+        return list(range(start, stop))
+    between = {int(count * (i * 0.6180339887498949 % 1)) for i in range(1, SAMPLE - 3)}
+    return sorted(start + row for row in {0, 1, count - 2, count - 1} | between)
 
 
 class Checkpoint:
@@ -28,12 +45,16 @@ class Checkpoint:
     def __init__(self, files: list[Path]) -> None:
         self._stack = contextlib.ExitStack()
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
+        """Names of torch dtypes; of types that have none, the file's own name."""
         self._files: dict[str, Any] = {}
         try:
             for file in files:
                 opened = self._stack.enter_context(safe_open(file, framework="pt"))
                 for name in opened.keys():  # noqa: SIM118 - not a mapping
-                    self.shapes[name] = tuple(opened.get_slice(name).get_shape())
+                    header = opened.get_slice(name)
+                    self.shapes[name] = tuple(header.get_shape())
+                    self.dtypes[name] = _DTYPES.get(header.get_dtype(), header.get_dtype())
                     self._files[name] = opened
         except (OSError, SafetensorError) as e:
             self._stack.close()
@@ -49,14 +70,20 @@ class Checkpoint:
         """Idempotent."""
         self._stack.close()
 
+    def whole(self, name: str) -> torch.Tensor:
+        """A whole parameter, in the checkpoint's dtype."""
+        tensor: torch.Tensor = self._files[name].get_tensor(name)
+        return tensor
+
     def sample(self, name: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
-        """The first and the last row of a box of a parameter: each with its own box, in the checkpoint's
-        dtype."""
+        """Some rows of a box of a parameter: each with its own box, in the checkpoint's dtype. Rows at its ends and
+        at irregular places between: a loader that permutes the rows of each head keeps the ends where they are.
+        """
         if not box.shape:
             yield box, self._files[name].get_tensor(name)
             return
         rows = self._files[name].get_slice(name)
-        for row in sorted({box.start[0], box.stop[0] - 1}):
+        for row in sample_rows(box.start[0], box.stop[0]):
             one = Box((row, *box.start[1:]), (1, *box.shape[1:]))
             index = tuple(slice(a, b) for a, b in zip(one.start, one.stop, strict=True))
             yield one, rows[index]

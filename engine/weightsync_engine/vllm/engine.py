@@ -127,7 +127,7 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
                 why = str(e)
                 log.warning("live weights are not compared with a checkpoint: %s", why)
         try:
-            self.resolved = resolve(self.model, checkpoint, why, refuse)
+            self.resolved = resolve(self.model, checkpoint, why, refuse, config=self.vllm_config)
         finally:
             if checkpoint is not None:
                 checkpoint.close()
@@ -141,6 +141,8 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
             for name, reason in unresolved.items():
                 log.info("not resolved: %s: %s", name, reason)
             return  # no shadow for a round that cannot be
+        for name, reason in self.resolved.manifest.fallback.items():
+            log.info("by vLLM's loader: %s: %s", name, reason)
         if self.device.type != "cpu":
             self.problem = Problem(
                 reason="NotSupported",
@@ -153,9 +155,10 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
         atexit.register(self._clean)
         self.supervisor = MoverSupervisor("inference", self.rank, slab, self.resolved.manifest, self._run_dir)
         log.info(
-            "weightsync worker %d: %d parameters, shadow of %d bytes",
+            "weightsync worker %d: %d parameters (%d by vLLM's loader), shadow of %d bytes",
             self.rank,
             len(self.resolved.manifest.expected),
+            len(self.resolved.manifest.fallback),
             self.resolved.slab_bytes,
         )
 
