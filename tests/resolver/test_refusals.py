@@ -241,16 +241,16 @@ def test_absorbed_attention_matrices_that_are_copies_are_refused_with_their_sour
 # ---- parameters without a loader ---------------------------------------------------------------------------
 
 
-def test_a_share_that_the_values_do_not_tell_is_refused(folders: Folders, tmp_path: Path) -> None:
+def test_a_share_that_the_values_do_not_tell_is_left_to_vllms_loader(folders: Folders, tmp_path: Path) -> None:
     gpt = named("GptOssForCausalLM")
     values = load(folders(gpt, 1))
     values["model.layers.0.self_attn.sinks"].zero_()
     (tmp_path / "config.json").write_text((folders(gpt, 1) / "config.json").read_text())
     save_file(values, tmp_path / "model.safetensors")
-    model = build_worker(tmp_path, 1, Parallel(2), weights=True, dtype=DTYPE).model
-    with open_checkpoint(str(tmp_path), None, "auto") as checkpoint:
-        resolved = resolve(model, checkpoint).manifest
-    assert resolved.unresolved["model.layers.0.self_attn.sinks"] == UNTOLD
+    worker = build_worker(tmp_path, 1, Parallel(2), weights=True, dtype=DTYPE)
+    resolved = loaded(worker, tmp_path).manifest
+    assert resolved.unresolved == {}
+    assert resolved.fallback["model.layers.0.self_attn.sinks"] == UNTOLD
     (piece,) = [p for p in resolved.pieces if p.name == "model.layers.1.self_attn.sinks"]
     assert piece.box == Box((4,), (4,))
 
@@ -411,28 +411,18 @@ def test_experts_of_an_unknown_kernel_go_through_vllms_reload_only_if_it_restore
     assert all("OtherExperts" in why and "cannot be used" in why for why in told.unresolved.values())
 
 
-def test_absorbed_matrices_that_are_copies_are_made_again_by_a_reload(folders: Folders) -> None:
-    deepseek = named("DeepseekV3ForCausalLM")
-    first, second = folders(deepseek, 1), folders(deepseek, 2)
-    worker, fresh = (build_worker(f, 1, Parallel(2), weights=True, dtype=DTYPE) for f in (first, second))
+def test_a_reload_that_would_move_absorbed_matrices_is_not_used(folders: Folders) -> None:
+    """vLLM's reload makes them anew, and captured graphs would go on to read the old ones."""
+    folder = folders(named("DeepseekV3ForCausalLM"), 1)
+    worker = build_worker(folder, 1, Parallel(2), weights=True, dtype=DTYPE)
     own = [(n, m) for n, m in worker.model.named_modules() if "W_UV" in m._parameters]
     for _, module in own:
         for leaf in ("W_UV", "W_UK_T"):
             module._parameters[leaf] = nn.Parameter(module._parameters[leaf].data.clone(), requires_grad=False)
-    resolved = loaded(worker, first)
-    assert resolved.manifest.unresolved == {}
-    names = {f"model.layers.{i}.self_attn.kv_b_proj.weight" for i in (0, 1)}
-    assert resolved.manifest.fallback.keys() == names
-    addresses = {n: m.W_UV.data_ptr() for n, m in own}
-    shadow = Shadow(resolved, Slab.create(resolved.slab_bytes))
-    for round_ in (1, 2):
-        shadow.slab.begin_write()
-        fill(resolved, shadow.slab, load(second))
-        flip(worker, shadow, round_)
-        after = dict(tensors(worker.model))
-        for name, tensor in tensors(fresh.model):
-            assert torch.equal(bits(after[name]), bits(tensor)), name
-    assert {n: m.W_UV.data_ptr() for n, m in own} == addresses, "captured graphs read them there"
+    told = loaded(worker, folder).manifest
+    assert told.fallback == {}
+    for layer in (0, 1):
+        assert "other memory" in told.unresolved[f"model.layers.{layer}.self_attn.kv_b_proj.weight"]
 
 
 def test_a_loader_that_fails_in_a_flip_leaves_the_worker_torn_and_names_the_parameter(

@@ -90,8 +90,7 @@ class ModelLoader:
 
         for path in group.modules:
             for below, module in self._model.get_submodule(path).named_modules(prefix=path):
-                info = LAYERWISE_INFO.get(module)
-                if info is None or (any(module.parameters(recurse=False)) and not any(info.restore_metadata)):
+                if module not in LAYERWISE_INFO:
                     return f"vLLM kept no record of {below} as it was before its weights were processed"
         return ""
 
