@@ -124,7 +124,12 @@ ARCHITECTURES = (
         "Llama4ForCausalLM",
         "Llama4TextConfig",
         COMMON
-        | {"intermediate_size": 192, "intermediate_size_mlp": 256, "num_local_experts": 4, "num_experts_per_tok": 1}
+        | {
+            "intermediate_size": 192,
+            "intermediate_size_mlp": 256,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+        }
         | {"moe_layers": [1], "interleave_moe_layer_step": 2, "attention_chunk_size": 128},
         parallel=TP[:2],
         by_loader={

@@ -42,7 +42,9 @@ def test_every_architecture_is_planned_from_its_configuration_alone(
     assert status == 0, found["parameters"]["refused"]
     by_loader = found["parameters"]["by_loader"]
     for name, reason in by_loader.items():
-        assert any(re.fullmatch(p, name) and re.search(w, reason) for p, w in architecture.by_loader.items()), name
+        assert any(
+            re.fullmatch(p, name) and re.search(w, reason) for p, w in architecture.by_loader.items()
+        ), name
     for pattern in architecture.by_loader:
         assert any(re.fullmatch(pattern, name) for name in by_loader), pattern
     assert (found["bytes"]["direct_share"] == 1.0) == (not by_loader)

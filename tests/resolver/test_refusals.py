@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.resolver.matrix import DTYPE, WANT, Folders, bits, fill, flip, load, move, resolved_as, tensors
+from tests.resolver.matrix import DTYPE, WANT, Folders, bits, fill, load, move, resolved_as, tensors
 from tests.resolver.models import ARCHITECTURES, Architecture
 from torch import nn
 
@@ -241,7 +241,9 @@ def test_absorbed_attention_matrices_that_are_copies_are_refused_with_their_sour
 # ---- parameters without a loader ---------------------------------------------------------------------------
 
 
-def test_a_share_that_the_values_do_not_tell_is_left_to_vllms_loader(folders: Folders, tmp_path: Path) -> None:
+def test_a_share_that_the_values_do_not_tell_is_left_to_vllms_loader(
+    folders: Folders, tmp_path: Path
+) -> None:
     gpt = named("GptOssForCausalLM")
     values = load(folders(gpt, 1))
     values["model.layers.0.self_attn.sinks"].zero_()
@@ -333,7 +335,9 @@ def test_a_permutation_that_the_models_loader_makes_is_left_to_it(folders: Folde
         patch.setattr(modules, "_permuted", lambda model: {})
         fallback = loaded(worker, folder).manifest.fallback
     assert fallback["model.layers.0.self_attn.q_proj.weight"] == TRANSFORMS
-    assert "shares a live tensor" in fallback["model.layers.0.self_attn.v_proj.weight"], "no tensor is half direct"
+    assert "shares a live tensor" in fallback["model.layers.0.self_attn.v_proj.weight"], (
+        "no tensor is half direct"
+    )
 
 
 def test_a_loader_that_fails_when_it_is_tried_is_not_used(
@@ -370,7 +374,9 @@ def test_a_loader_that_leaves_something_as_it_was_is_not_used(
     )
     manifest = loaded(worker, folder).manifest
     assert manifest.fallback == {}
-    assert all(f"routed_experts.{kept}" in why.partition("it leaves")[2] for why in manifest.unresolved.values())
+    assert all(
+        f"routed_experts.{kept}" in why.partition("it leaves")[2] for why in manifest.unresolved.values()
+    )
 
 
 def test_a_loader_that_stops_early_or_replaces_memory_is_not_used(
@@ -385,7 +391,9 @@ def test_a_loader_that_stops_early_or_replaces_memory_is_not_used(
 
     def replacing(weights: Any) -> Any:
         done = load_weights(weights)
-        experts._parameters["w2_weight"] = nn.Parameter(experts.w2_weight.detach().clone(), requires_grad=False)
+        experts._parameters["w2_weight"] = nn.Parameter(
+            experts.w2_weight.detach().clone(), requires_grad=False
+        )
         return done
 
     address = experts.w2_weight.data_ptr()
@@ -402,7 +410,9 @@ def test_experts_of_an_unknown_kernel_go_through_vllms_reload_only_if_it_restore
 ) -> None:
     folder, worker = gpt
     for layer in (0, 1):
-        kernel = worker.model.get_submodule(f"model.layers.{layer}.mlp.experts.routed_experts").quant_method.moe_kernel
+        kernel = worker.model.get_submodule(
+            f"model.layers.{layer}.mlp.experts.routed_experts"
+        ).quant_method.moe_kernel
         kind = type(kernel.fused_experts)
         other = type("OtherExperts", (kind,), {"__module__": "vllm.x.other"})
         monkeypatch.setattr(kernel.fused_experts, "__class__", other)
@@ -418,7 +428,9 @@ def test_a_reload_that_would_move_absorbed_matrices_is_not_used(folders: Folders
     own = [(n, m) for n, m in worker.model.named_modules() if "W_UV" in m._parameters]
     for _, module in own:
         for leaf in ("W_UV", "W_UK_T"):
-            module._parameters[leaf] = nn.Parameter(module._parameters[leaf].data.clone(), requires_grad=False)
+            module._parameters[leaf] = nn.Parameter(
+                module._parameters[leaf].data.clone(), requires_grad=False
+            )
     told = loaded(worker, folder).manifest
     assert told.fallback == {}
     for layer in (0, 1):

@@ -80,13 +80,14 @@ class Shadow:
             if self._live:
                 torch._foreach_copy_(self._live, self._next)
             self._synchronise()
-            if first and (unlike := self._unlike()) is not None:
-                return Problem(
-                    reason="FlipNotExact",
-                    message=f"after the copy {unlike} differs from what was verified: restart this server",
-                )
         if (problem := self._load()) is not None:
             return problem
+        # After the loader, which must not have touched it either.
+        if first and (unlike := self._unlike()) is not None:
+            return Problem(
+                reason="FlipNotExact",
+                message=f"after the copy {unlike} differs from what was verified: restart this server",
+            )
         if self.slab.read_stamp() != wanted:
             return Problem(
                 reason="ShadowOverwritten",
