@@ -134,7 +134,7 @@ ARCHITECTURES = (
         parallel=TP[:2],
         by_loader={
             r".*\.experts\.(gate_up|down)_proj": r"would be a share of \[",
-            r".*\.self_attn\.[qkv]_proj\.weight": "permutes the rows of q and k",
+            r".*\.self_attn\.[qkv]_proj\.weight": "whose rows the model permutes",
         },
     ),
     Architecture(

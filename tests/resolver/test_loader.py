@@ -120,7 +120,7 @@ def test_a_failure_inside_a_reload_leaves_modules_with_memory_and_loaders_and_th
     def failing(name: str) -> torch.Tensor:
         raise OSError("no such slab")
 
-    with pytest.raises(LoaderError, match="at permuted.weight: OSError: no such slab"):
+    with pytest.raises(LoaderError, match=r"at permuted\.weight: OSError: no such slab"):
         reload.load(failing)
     assert {n: at for n, (at, _) in state(model).items()} == {n: at for n, (at, _) in first.items()}
     assert not any(p.is_meta for p in model.parameters())

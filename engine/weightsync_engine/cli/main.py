@@ -69,7 +69,8 @@ def _parser() -> argparse.ArgumentParser:
         "plan",
         help="how the weights of a model would travel; needs no GPU, no weights and no cluster",
         description="How the weights of a model would travel from a trainer to vLLM servers: bytes, steps, memory, "
-        "what goes through vLLM's own loader, and what is refused. Needs vLLM and transformers installed, no GPU and no weights.",
+        "what goes through vLLM's own loader, and what is refused. Needs vLLM and transformers installed, no GPU and "
+        "no weights.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="trainer meshes, outermost dimension first:\n"
         + "\n".join(f"  {name:10} {what}" for name, what in DIMENSIONS.items())

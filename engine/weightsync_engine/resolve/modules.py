@@ -187,7 +187,7 @@ def _permuted(model: nn.Module) -> dict[int, Unresolvable]:
     from vllm.model_executor.layers.linear import QKVParallelLinear
 
     return {
-        id(parameter): Unresolvable("its model permutes the rows of q and k as it loads them", Rerun())
+        id(parameter): Unresolvable("its live tensor holds q and k, whose rows the model permutes as it loads them", Rerun())
         for part in model.modules()
         if callable(getattr(type(part), "permute_qk_weight_for_rotary", None))
         for module in part.modules()
