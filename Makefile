@@ -4,7 +4,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help setup lint format generate verify unit resolver resolver-matrix integration e2e test demo demo-down clean
+.PHONY: help setup lint format generate verify unit resolver resolver-matrix integration e2e test bench-plan demo demo-down clean
 .DEFAULT_GOAL := help
 
 help: ## Show the targets
@@ -53,6 +53,9 @@ e2e: setup ## Real pods in a real kind cluster
 	$(PYTEST) tests/e2e
 
 test: lint unit resolver integration e2e ## Everything
+
+bench-plan: setup ## How long planning takes, for three sizes
+	$(BIN)/python -m benchmarks.plan_growth
 
 demo: setup ## Three versions of a model's weights arrive in two vLLM servers inside a real cluster
 	$(BIN)/python -m examples.demo up

@@ -18,7 +18,7 @@ def keep_weights() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {
             "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR",
-            "VLLM_PLUGINS": "vllm_live_weights", "TQDM_DISABLE": "1",
+            "VLLM_PLUGINS": "weightsync,vllm_live_weights", "TQDM_DISABLE": "1",
         }.items():  # fmt: skip
             patch.setenv(name, value)
         patch.syspath_prepend(str(LIVE_WEIGHTS))

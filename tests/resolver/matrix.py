@@ -39,7 +39,8 @@ def cases() -> list[tuple[Architecture, Parallel]]:
     full = os.environ.get("WEIGHTSYNC_MATRIX") == "full"
     found = []
     for architecture in ARCHITECTURES:
-        more = tuple(p for p in FULL if not p.experts or EP[0] in architecture.parallel) if full else ()
+        more = [p for p in FULL if full and p not in architecture.impossible]
+        more = [p for p in more if not p.experts or EP[0] in architecture.parallel]
         found += [(architecture, p) for p in dict.fromkeys((*architecture.parallel, *more))]
     return found
 

@@ -35,6 +35,8 @@ class Architecture:
     values: dict[str, Any] = field(default_factory=dict)
     note: str = ""
     parallel: tuple[Parallel, ...] = TP
+    impossible: tuple[Parallel, ...] = ()
+    """Of the full matrix: what vLLM itself cannot do with a model so small."""
     by_loader: Mapping[str, str] = field(default_factory=dict)
     """What goes to vLLM's own loader: a pattern of names -> a pattern of the reason."""
     auto: str = "AutoModelForCausalLM"
@@ -97,7 +99,7 @@ ARCHITECTURES = (
         "MixtralConfig",
         COMMON | {"num_local_experts": 6, "num_experts_per_tok": 2},
         "6 experts",
-        parallel=TP + EP,
+        parallel=(*TP, *EP, Parallel(8, experts=True)),
     ),
     Architecture("Gemma2ForCausalLM", "Gemma2Config", COMMON | {"tie_word_embeddings": True}),
     Architecture("Gemma3ForCausalLM", "Gemma3TextConfig", COMMON | {"tie_word_embeddings": True}),
@@ -109,6 +111,27 @@ ARCHITECTURES = (
         parallel=TP + EP,
     ),
     Architecture("DeepseekV3ForCausalLM", "DeepseekV3Config", DEEPSEEK, parallel=TP + EP),
+    Architecture("MistralForCausalLM", "MistralConfig", COMMON, parallel=TP[1:2]),
+    Architecture(
+        "Qwen2MoeForCausalLM",
+        "Qwen2MoeConfig",
+        COMMON | MOE | {"shared_expert_intermediate_size": 128},
+        parallel=(TP[1], EP[0]),
+    ),
+    Architecture(
+        "OlmoeForCausalLM",
+        "OlmoeConfig",
+        COMMON | {"num_experts": 8, "num_experts_per_tok": 2},
+        parallel=(TP[1], EP[0]),
+    ),
+    Architecture(
+        "Glm4MoeForCausalLM",
+        "Glm4MoeConfig",
+        COMMON
+        | {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1}
+        | {"topk_group": 1, "moe_intermediate_size": 128, "first_k_dense_replace": 1},
+        parallel=(TP[1], EP[0]),
+    ),
     Architecture(
         "GptOssForCausalLM",
         "GptOssConfig",
@@ -116,6 +139,7 @@ ARCHITECTURES = (
         | {"num_local_experts": 4, "num_experts_per_tok": 2}
         | {"layer_types": ["sliding_attention", "full_attention"]},
         parallel=TP + EP,
+        impossible=(Parallel(8), Parallel(8, experts=True)),
         by_loader={
             r".*\.mlp\.experts\..*": "loaded by GptOssRoutedExperts, which is not known to copy plainly"
         },
@@ -170,5 +194,6 @@ ARCHITECTURES = (
             "tie_word_embeddings": False,
         },
         auto="AutoModelForImageTextToText",
+        impossible=(*PP, Parallel(8)),
     ),
 )

@@ -18,6 +18,7 @@ from tests.resolver.models import ARCHITECTURES, Architecture
 
 from weightsync_engine.resolve.offline import Parallel, build_worker
 
+pytestmark = pytest.mark.timeout(900)
 CASES = cases()
 IDS = [f"{architecture.title}, {parallel}" for architecture, parallel in CASES]
 

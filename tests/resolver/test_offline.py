@@ -24,11 +24,13 @@ def state() -> tuple[Any, ...]:
     from vllm.config import get_current_vllm_config_or_none
     from vllm.distributed import parallel_state
     from vllm.model_executor.layers import rotary_embedding
+    from vllm.model_executor.models import utils
 
     groups = {n: v for n, v in vars(parallel_state).items() if n.startswith("_") and n[1:].isupper()}
     return (
         groups,
         dict(rotary_embedding._ROPE_DICT),
+        dict(utils._model_to_pp_missing_layer_names),
         dict(os.environ),
         torch.get_default_dtype(),
         torch.get_default_device(),

@@ -257,6 +257,14 @@ def test_a_share_that_the_values_do_not_tell_is_left_to_vllms_loader(
     assert piece.box == Box((4,), (4,))
 
 
+def test_all_values_of_a_parameter_without_a_loader_are_compared(folders: Folders) -> None:
+    folder = folders(named("GptOssForCausalLM"), 1)
+    model = build_worker(folder, weights=True, dtype=DTYPE).model
+    model.get_parameter("model.layers.0.attn.sinks").data[3] += 1
+    with open_checkpoint(str(folder), None, "auto") as checkpoint:
+        assert "model.layers.0.self_attn.sinks" in resolve(model, checkpoint).manifest.unresolved
+
+
 def test_sinks_of_which_the_kernel_keeps_a_copy_are_refused(folders: Folders) -> None:
     folder = folders(named("GptOssForCausalLM"), 1)
     model = build_worker(folder, weights=True, dtype=DTYPE).model

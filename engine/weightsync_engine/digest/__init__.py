@@ -14,9 +14,11 @@ from collections.abc import Iterable
 import torch
 
 from ..layout.boxes import Box
+from . import cuda
 
 MODULUS = 1 << 64
 _CHUNK = 1 << 15  # elements: the temporaries of a chunk stay in the processor's cache
+_DEVICE_CHUNK = 1 << 24  # elements: few launches, and temporaries of some hundred MB
 _SMALL = 1 << 13  # elements: below, the calls cost more than the elements, and boxes share them
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
@@ -37,20 +39,35 @@ def box_digest(tensor: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
     """
     _check(tensor, box, shape)
     dims = _joined(box, shape)
+    if tensor.is_cuda:
+        return cuda.digests([(tensor, box, dims)], _sum)[0]
+    return int(_sum(tensor, dims)) % MODULUS
+
+
+def warm_up(device: torch.device) -> None:
+    """Compile what digests on that device need."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            cuda.kernel()
+
+
+def _sum(tensor: torch.Tensor, dims: list[tuple[int, int, int]]) -> torch.Tensor:
+    """The sum over a box's elements as a tensor without dimensions, on the tensor's device."""
     width = tensor.element_size()
     flat = tensor.reshape(-1).view(_BITS[width])
     mask = (1 << 8 * width) - 1
-    total = 0
-    for start in range(0, box.size, _CHUNK):
-        bits = flat[start : start + _CHUNK].to(torch.int64, copy=True)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    chunk = _DEVICE_CHUNK if tensor.is_cuda else _CHUNK
+    for start in range(0, flat.numel(), chunk):
+        bits = flat[start : start + chunk].to(torch.int64, copy=True)
         if width < 8:
             bits &= mask
         index = torch.arange(start, start + bits.numel(), dtype=torch.int64, device=tensor.device)
         index = _linear(index, dims)
         index *= _signed(_GOLDEN)
         bits += _finish(index)
-        total += int(_finish(bits).sum())
-    return total % MODULUS
+        total += _finish(bits).sum()
+    return total
 
 
 def box_digests(held: Iterable[tuple[torch.Tensor, Box, tuple[int, ...]]]) -> list[int]:
@@ -58,6 +75,11 @@ def box_digests(held: Iterable[tuple[torch.Tensor, Box, tuple[int, ...]]]) -> li
 
     Raises ValueError as `box_digest` does.
     """
+    held = list(held)
+    if held and held[0][0].is_cuda:
+        for tensor, box, shape in held:
+            _check(tensor, box, shape)
+        return cuda.digests([(tensor, box, _joined(box, shape)) for tensor, box, shape in held], _sum)
     sums: list[int] = []
     batches: dict[tuple[int, torch.device], _Batch] = {}
     for at, (tensor, box, shape) in enumerate(held):

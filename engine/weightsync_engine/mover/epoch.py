@@ -8,6 +8,8 @@ problem.
 from __future__ import annotations
 
 import json
+import logging
+import os
 import sys
 import threading
 import time
@@ -31,15 +33,19 @@ from ..plan.compile import compile_plan
 from ..plan.groups import Worker
 from ..plan.plan import LocalPart, LocalStep, Plan
 from ..plan.steps import PlanError
+from ..plan.validate import Envelope
 from ..protocol.messages import PlanSummary, Problem
 from ..protocol.mover import MoverJoin, MoverTransfer
-from ..protocol.names import PROTOCOL_VERSION
+from ..protocol.names import ENV_STEP_BYTES, PROTOCOL_VERSION
 from ..transport.base import Agreed, Failure, PeerFailure, Transport
-from ..transport.choose import choose
+from ..transport.choose import choose, envelope
 from ..transport.presence import Presence
 from ..transport.store import EpochStore, check_cancelled, connect_store
+from .memory import Staging
 from .slab import Slab
 from .verify import Sums, judge_digests, shards_of, source_sums, target_sums
+
+log = logging.getLogger(__name__)
 
 STALL_SECONDS = 30.0
 """A peer that does nothing for this long is given up, or for a third of the deadline if that is shorter."""
@@ -53,7 +59,13 @@ class Epoch:
     """Made for each `MoverJoin`. `join`, then `transfer`s, in one thread at a time; `cancel` from any
     thread."""
 
-    def __init__(self, request: MoverJoin, manifest: TrainerManifest | WorkerManifest, slab: Slab) -> None:
+    def __init__(
+        self,
+        request: MoverJoin,
+        manifest: TrainerManifest | WorkerManifest,
+        slab: Slab,
+        staging: Staging | None = None,
+    ) -> None:
         self.request = request
         self.rank = request.rank
         self.usable = True
@@ -62,9 +74,11 @@ class Epoch:
         self.deadline = _inner_deadline(request.deadline_seconds)
         self._manifest = manifest
         self._slab = slab
+        self._staging = staging or Staging(None, 0)
         self._cancel = threading.Event()
         self._store: EpochStore | None = None
         self._kind: type[Transport]
+        self._envelope: Envelope
         self._transport: Transport | None = None
         self._sources: tuple[SourceParameter, ...] = ()
         self._plan: Plan | None = None
@@ -75,6 +89,12 @@ class Epoch:
     def cancelled(self) -> bool:
         return self._cancel.is_set()
 
+    @property
+    def hopeless(self) -> bool:
+        """Whether the communicator is stuck in a way that only the end of this process ends."""
+        transport = self._transport
+        return transport is not None and transport.hopeless
+
     def cancel(self) -> None:
         """End all waits in the store soon; an exchange that has begun goes on until its own deadline."""
         self._cancel.set()
@@ -84,6 +104,8 @@ class Epoch:
         transport, self._transport = self._transport, None
         if transport is not None:
             transport.close()
+            if not transport.hopeless and (why := self._staging.hold()):
+                log.warning("the next epoch may lack memory: %s", why)
         self._store = None
         self._plan = self._steps = None
 
@@ -111,7 +133,7 @@ class Epoch:
         problem = own_problem
         if problem is None:
             try:
-                plan = compile_plan(sources, workers, request.trainer_ranks, self._kind.envelope)
+                plan = compile_plan(sources, workers, request.trainer_ranks, self._envelope)
                 problem = self._check_slab(plan)
             except PlanError as e:
                 problem = e.problem
@@ -124,6 +146,7 @@ class Epoch:
         assert plan is not None  # a rank without one is a problem, which ends the agreement
         self._sources, self._steps = sources, plan.local(self.rank, self._kind.collective)
         self._plan = plan if self.rank == 0 else None
+        self._staging.release()
         self._transport = self._kind(store, self.rank, request.world_size, request.host, self.deadline)
         self._agree(store, "connected", {}, lambda words: None, self.deadline, "its connections")
         return plan.summary
@@ -143,6 +166,7 @@ class Epoch:
                 r.rank,
             )
         self._kind = choose(r.transport, self._slab.device.type, r.rank)
+        self._envelope = envelope(self._kind, os.environ, r.rank)
 
     def _runtime(self) -> dict[str, Any]:
         """What must be equal on all ranks besides the plan."""
@@ -151,6 +175,7 @@ class Epoch:
             "byteorder": sys.byteorder,
             "torch": torch.__version__.split("+")[0],
             "transport": self._kind.__name__,
+            ENV_STEP_BYTES: self._envelope.max_local_bytes,
             **self._kind.runtime(),
             "world": [self.request.world_size, self.request.trainer_ranks],
         }
@@ -259,7 +284,10 @@ class Epoch:
         scope = store.scope = f"round-{request.round}"
         self.progress = {"step": 0, "steps": 0, "bytes_done": 0, "bytes_total": 0}
 
-        stamp = self._slab.read_stamp() if self.rank < trainers else None
+        # A trainer's stream may have work to do before it copies the snapshot: waited for, but not to the end.
+        ready_until = min(time.monotonic() + stall, deadline)
+        patience = 0.8 * (ready_until - time.monotonic())
+        stamp = self._slab.wait_stamp(patience) if self.rank < trainers else None
         word: Word = {"sequence": stamp.sequence if stamp else None, "problem": None}
         if self.rank < trainers and (stamp is None or stamp.version != request.version):
             held = stamp.version if stamp else "no version (or one is being written)"
@@ -269,13 +297,13 @@ class Epoch:
             word["problem"] = Problem(
                 reason="VersionUnavailable", message=message, rank=self.rank
             ).model_dump()
-        ready_until = min(time.monotonic() + stall, deadline)
         self._agree(store, f"{scope}/ready", word, judge_ready(trainers), ready_until, "its readiness")
 
         if self.rank >= trainers:
             self._slab.begin_write()
         whole = self._run_steps(scope, stall, deadline, stamp, progress)
         sums = self._sums()
+        whole = whole and (self.rank >= trainers or self._slab.read_stamp() == stamp)
         word = {"sums": sums, "problem": None}
         if not whole:
             message = (

@@ -27,8 +27,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import TypeAdapter
 
+from ..digest import warm_up
 from ..layout.codec import decode_trainer, decode_worker
 from ..layout.tensors import TrainerManifest, WorkerManifest
 from ..protocol.messages import EpochPhase, Problem, RoundPhase
@@ -43,6 +45,7 @@ from ..protocol.mover import (
 )
 from ..transport.base import Failure
 from .epoch import Epoch
+from .memory import Staging
 from .slab import Slab
 
 log = logging.getLogger(__name__)
@@ -51,6 +54,12 @@ LEAVE_SECONDS = 2.0
 """How long the process stays after its parent has let go; a child that vanishes at once upsets vLLM's
 shutdown."""
 PROGRESS_SECONDS = 0.05
+STAGING_SECONDS = 10.0
+"""How long a killed predecessor's memory may take to come back."""
+TELL_SECONDS = 0.3
+"""How long a mover that must end lets its driver hear why."""
+HOPELESS = 75
+"""Exit status of one."""
 OVERDUE_SECONDS = 2.0
 """How long after its deadline work that does not end is reported as stuck."""
 _REQUEST: TypeAdapter[MoverRequest] = TypeAdapter(MoverRequest)
@@ -62,6 +71,7 @@ class Config:
     role: str
     local_rank: int
     socket: str
+    staging_bytes: int
     manifest: TrainerManifest | WorkerManifest
 
 
@@ -70,7 +80,9 @@ def read_config(line: bytes) -> Config:
     data = json.loads(line)
     manifest = json.dumps(data["manifest"]).encode()
     decoded = decode_trainer(manifest) if data["role"] == "trainer" else decode_worker(manifest)
-    return Config(data["role"], int(data["local_rank"]), str(data["socket"]), decoded)
+    return Config(
+        data["role"], int(data["local_rank"]), str(data["socket"]), int(data["staging_bytes"]), decoded
+    )
 
 
 def problem_of(error: BaseException) -> Problem:
@@ -83,9 +95,10 @@ def problem_of(error: BaseException) -> Problem:
 class Mover:
     """State and work of one mover. `on_change` is called in any thread after each change of `state`."""
 
-    def __init__(self, config: Config, slab: Slab) -> None:
+    def __init__(self, config: Config, slab: Slab, staging: Staging | None = None) -> None:
         self.config = config
         self.slab = slab
+        self._staging = staging or Staging(None, 0)
         self.on_change: Callable[[], None] = lambda: None
         self.on_outcome: Callable[[MoverOutcome], None] = lambda outcome: None
         snapshot = slab.read_stamp() if config.role == "trainer" else None
@@ -97,6 +110,7 @@ class Mover:
         self._last_work.set()
         self._epoch: Epoch | None = None  # the one that the state speaks of; touched under the lock
         self._pushed = 0.0
+        self._following = False  # a thread waits for the end of the copy; under the lock
 
     @property
     def state(self) -> MoverState:
@@ -109,8 +123,24 @@ class Mover:
 
     def published(self) -> None:
         """The parent says that the slab has a new stamp."""
-        if self.config.role == "trainer":
+        if self.config.role != "trainer":
+            return
+        with self._lock:
             self._set(snapshot=self.slab.read_stamp())
+            if self._state.snapshot is not None or not self.slab.copying or self._following:
+                return
+            self._following = True
+        threading.Thread(target=self._follow, name="stamp", daemon=True).start()
+
+    def _follow(self) -> None:
+        """Tell of the stamp once the trainer's stream has written it, however long its work before takes."""
+        while True:
+            stamp = self.slab.wait_stamp(1.0)
+            with self._lock:
+                if stamp is not None or not self.slab.copying:
+                    self._following = False
+                    self._set(snapshot=self.slab.read_stamp())
+                    return
 
     def handle(self, request: MoverJoin | MoverTransfer | MoverOutcome | Any) -> None:
         """Take a request; never blocks. A repeated or older one changes nothing."""
@@ -177,7 +207,7 @@ class Mover:
             ),
             round=None,
         )
-        epoch = Epoch(request, self.config.manifest, self.slab)
+        epoch = Epoch(request, self.config.manifest, self.slab, self._staging)
         self._epoch = epoch
         limit = request.deadline_seconds + OVERDUE_SECONDS
         self._start(lambda: self._run_join(epoch), limit, lambda: self._epoch_failed(epoch, _overdue("join")))
@@ -249,6 +279,9 @@ class Mover:
                 self._epoch_failed(epoch, e)
         changes["seconds"] = time.monotonic() - started
         self._round_changed(epoch, request, {**epoch.progress, **changes})
+        if epoch.hopeless:
+            log.error("work is stuck on the GPU for ever: this mover ends, so that its spare takes over")
+            threading.Timer(TELL_SECONDS, os._exit, (HOPELESS,)).start()
 
     def _transfer_overdue(self, epoch: Epoch, request: MoverTransfer) -> None:
         error = _overdue("transfer")
@@ -353,6 +386,16 @@ def _write_outcomes(outcomes: queue.SimpleQueue[bytes], fd: int) -> None:
                 data = data[os.write(fd, data) :]
 
 
+def _warm_up(slab: Slab) -> None:
+    """All that the first round would otherwise wait for: torch's part of the context, kernels, compilers."""
+    torch.cuda.set_device(slab.device)
+    warm_up(slab.device)
+
+
+def _say_problem(fd: int, message: str) -> None:
+    os.write(fd, b"problem " + json.dumps(message[:900]).encode() + b"\n")
+
+
 def _name_process(name: str) -> None:
     """What `ps -o comm` and `pkill -x` show: 15 characters at most."""
     Path("/proc/self/comm").write_text(name)
@@ -371,8 +414,16 @@ def main() -> int:
     # What any library prints must not reach the parent's protocol.
     outcome_fd = os.dup(1)
     os.dup2(2, 1)
-    slab = Slab.attach(int(sys.argv[1]))
     _name_process("ws-spare")
+    try:
+        slab = Slab.attach(int(sys.argv[1]))
+        if slab.device.type == "cuda":
+            _warm_up(slab)
+    except Exception as e:
+        log.exception("the slab cannot be used")
+        _say_problem(outcome_fd, f"{type(e).__name__}: {e}")
+        return 1
+    os.write(outcome_fd, b"ready\n")
     # A spare stands here, all imports done, until it is needed or its parent goes.
     stdin = sys.stdin.buffer
     line = stdin.readline()
@@ -381,7 +432,11 @@ def main() -> int:
         return 0
     config = read_config(line)
     _name_process(f"ws-mover-{config.local_rank}")
-    mover = Mover(config, slab)
+    staging = Staging(slab.gpu, config.staging_bytes)
+    if why := staging.hold(STAGING_SECONDS):
+        _say_problem(outcome_fd, why)
+        return 1
+    mover = Mover(config, slab, staging)
     outcomes: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     mover.on_outcome = lambda outcome: outcomes.put(outcome.model_dump_json().encode() + b"\n")
     threading.Thread(

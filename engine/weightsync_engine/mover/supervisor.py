@@ -7,9 +7,11 @@ leave a note for it, so they cannot block a training step or a decode step, what
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import logging
 import os
+import re
 import selectors
 import stat
 import subprocess
@@ -26,6 +28,7 @@ from ..layout.codec import encode_trainer, encode_worker
 from ..layout.tensors import TrainerManifest, WorkerManifest
 from ..protocol.messages import Problem
 from ..protocol.mover import MoverOutcome
+from .cuda import visible_to_child
 from .slab import Slab
 
 log = logging.getLogger(__name__)
@@ -62,6 +65,25 @@ def mover_environment(base: Mapping[str, str], extra: Mapping[str, str] | None =
     return env
 
 
+def nccl_library(preloads: str) -> str:
+    """The libnccl that a mover is to load before torch loads the one that it was built with; empty: torch's.
+
+    What this process preloads counts first, then the newest thing that can be imported: the wheel of NCCL.
+    """
+    for path in re.split("[ :]+", preloads):
+        if os.path.basename(path).startswith("libnccl.so"):
+            return path
+    try:
+        spec = importlib.util.find_spec("nvidia.nccl")
+    except ImportError:
+        return ""
+    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
+        library = Path(folder) / "lib" / "libnccl.so.2"
+        if library.exists():
+            return str(library)
+    return ""
+
+
 class _Child:
     """One mover process as the supervisor sees it. `stdin` is written without blocking, `stdout` read so."""
 
@@ -74,7 +96,11 @@ class _Child:
         self.started = time.monotonic()
         self.outgoing = bytearray()
         self.incoming = bytearray()
+        self.ready = False
+        """Imports are done, the slab is mapped; on a GPU its context stands."""
         self.up = False
+        self.why = ""
+        """What it said of its own end."""
 
     def flush(self) -> None:
         """Write what the pipe takes now. A pipe without a reader is found by the end of stdout instead."""
@@ -95,7 +121,8 @@ class _Child:
 class MoverSupervisor:
     """Keeps one mover running beside this process until `close`, with a spare that has done its imports.
 
-    `slab` stays the caller's and must live until `close`. `on_outcome` is called in the supervisor's thread.
+    `slab` stays the caller's and must live until `close`. `staging_bytes`: device memory that the mover sets
+    aside for its transport, if the slab is on a GPU. `on_outcome` is called in the supervisor's thread.
     Raises ValueError or OSError at once for what cannot work (no interpreter, socket path too long, bad
     folder).
     """
@@ -110,6 +137,7 @@ class MoverSupervisor:
         on_outcome: Callable[[MoverOutcome], None] | None = None,
         spare: bool = True,
         env: Mapping[str, str] | None = None,
+        staging_bytes: int = 0,
     ) -> None:
         if (role == "trainer") != isinstance(manifest, TrainerManifest):
             raise ValueError(f"role {role!r} with a {type(manifest).__name__}")
@@ -126,12 +154,21 @@ class MoverSupervisor:
         encoded = (
             encode_trainer(manifest) if isinstance(manifest, TrainerManifest) else encode_worker(manifest)
         )
-        head = json.dumps({"role": role, "local_rank": local_rank, "socket": str(self.socket_path)})
+        head = json.dumps({
+            "role": role, "local_rank": local_rank, "socket": str(self.socket_path),
+            "staging_bytes": staging_bytes,
+        })  # fmt: skip
         self._config = head[:-1].encode() + b', "manifest": ' + encoded + b"}\n"
         self._slab = slab
         self._on_outcome = on_outcome
         self._want_spare = spare
         self._env = mover_environment(os.environ, env)
+        if slab.gpu is not None:
+            self._env |= visible_to_child(slab.gpu.uuid, self._env)
+            if (library := nccl_library(os.environ.get("LD_PRELOAD", ""))) and "LD_PRELOAD" not in (
+                env or {}
+            ):
+                self._env["LD_PRELOAD"] = library
         self._active: _Child | None = None
         self._spare: _Child | None = None
         self._quick_deaths = 0
@@ -151,6 +188,20 @@ class MoverSupervisor:
         """Process id of the mover that is up now."""
         active = self._active
         return active.process.pid if active is not None and active.up else None
+
+    def wait_ready(self, seconds: float) -> str:
+        """Wait until the mover is up and the spare stands, all their memory taken. Returns why not, or nothing."""
+        deadline = time.monotonic() + seconds
+        while True:
+            active, spare = self._active, self._spare
+            if active is not None and active.up and (not self._want_spare or (spare and spare.ready)):
+                return ""
+            if self.problem is not None:
+                return self.problem.message
+            if time.monotonic() > deadline:
+                late = "spare mover" if active is not None and active.up else "mover"
+                return f"the {late} was not up within {seconds:g} s"
+            time.sleep(0.01)
 
     def published(self) -> None:
         """Tell the mover that the slab has a new stamp. Never blocks; a mover that starts later sees it
@@ -281,6 +332,13 @@ class MoverSupervisor:
         if line == b"up":
             child.up = True
             return
+        if line == b"ready":
+            child.ready = True
+            return
+        if line.startswith(b"problem "):
+            with contextlib.suppress(ValueError):
+                child.why = str(json.loads(line.removeprefix(b"problem ")))
+            return
         try:
             outcome = MoverOutcome.model_validate_json(line)
         except ValidationError:
@@ -306,6 +364,8 @@ class MoverSupervisor:
                 if code is not None and code < 0
                 else f"exited with code {code}"
             )
+            if child.why:
+                why = f"{why} ({child.why})"
         now = time.monotonic()
         lived = now - child.started
         if child is self._spare:

@@ -42,6 +42,8 @@ ENV_JWKS = "WEIGHTSYNC_JWKS"
 """Optional; file or https address of the cluster's public keys. Default: the API server's /openid/v1/jwks."""
 ENV_PORT = "WEIGHTSYNC_PORT"
 """Optional; the port of a trainer pod's agent. Default: DEFAULT_TRAINER_PORT."""
+ENV_STAGING_MIB = "WEIGHTSYNC_STAGING_MIB"
+"""Optional; device memory that each mover sets aside for its transport's buffers, in MiB. Default: 2048."""
 
 DEFAULT_OPERATOR = "weightsync-system:weightsync-operator"
 
@@ -49,3 +51,9 @@ DEFAULT_OPERATOR = "weightsync-system:weightsync-operator"
 def audience(namespace: str, name: str) -> str:
     """The audience of the operator's token for one WeightSync object."""
     return f"{GROUP}/{namespace}/{name}"
+
+
+ENV_STEP_BYTES = "WEIGHTSYNC_STEP_BYTES"
+"""The most that one rank holds of one step, in bytes; default: what the transport does best with (64 MiB for gloo,
+256 MiB for nccl_m2n, 1 GiB for nccl_p2p). Smaller saves staging memory, larger saves fixed costs. Equal on all
+ranks, trainer and servers: a plan is made for it."""

@@ -17,8 +17,6 @@ from safetensors import SafetensorError, safe_open
 
 from ..layout.boxes import Box
 
-SAMPLE = 16
-"""Rows of each piece that are compared with the checkpoint."""
 _DTYPES = {
     "F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
@@ -28,15 +26,6 @@ _DTYPES = {
 
 class NoCheckpoint(Exception):
     """There is nothing to compare with; the text says why."""
-
-
-def sample_rows(start: int, stop: int) -> list[int]:
-    """At most `SAMPLE` rows of `[start, stop)`, the same ones each time."""
-    count = stop - start
-    if count <= SAMPLE:
-        return list(range(start, stop))
-    between = {int(count * (i * 0.6180339887498949 % 1)) for i in range(1, SAMPLE - 3)}
-    return sorted(start + row for row in {0, 1, count - 2, count - 1} | between)
 
 
 class Checkpoint:
@@ -75,18 +64,28 @@ class Checkpoint:
         tensor: torch.Tensor = self._files[name].get_tensor(name)
         return tensor
 
-    def sample(self, name: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
-        """Some rows of a box of a parameter: each with its own box, in the checkpoint's dtype. Rows at its ends and
-        at irregular places between: a loader that permutes the rows of each head keeps the ends where they are.
+    def sample(self, name: str, box: Box, whole: bool = False) -> Iterator[tuple[Box, torch.Tensor]]:
+        """A few rows of a box of a parameter, or all of it: each with its own box, in the checkpoint's dtype.
+
+        Two rows at the beginning, in the middle and at the end (of the first and the last expert of a stack):
+        the usual permutations (interleaved halves, rotary pairs) keep the very first and last row in place.
         """
         if not box.shape:
             yield box, self._files[name].get_tensor(name)
             return
         rows = self._files[name].get_slice(name)
-        for row in sample_rows(box.start[0], box.stop[0]):
-            one = Box((row, *box.start[1:]), (1, *box.shape[1:]))
-            index = tuple(slice(a, b) for a, b in zip(one.start, one.stop, strict=True))
-            yield one, rows[index]
+        for part in [box] if whole else _parts(box):
+            yield part, rows[tuple(slice(a, b) for a, b in zip(part.start, part.stop, strict=True))]
+
+
+def _parts(box: Box) -> list[Box]:
+    if len(box.shape) > 2:
+        ends = sorted({box.start[0], box.stop[0] - 1})
+        inner = _parts(Box(box.start[1:], box.shape[1:]))
+        return [Box((end, *part.start), (1, *part.shape)) for end in ends for part in inner]
+    start, length = box.start[0], box.shape[0]
+    firsts = sorted({max(0, min(at, length - 2)) for at in (0, length // 2, length - 2)})
+    return [Box((start + at, *box.start[1:]), (min(2, length), *box.shape[1:])) for at in firsts]
 
 
 def open_checkpoint(model: str, revision: str | None, load_format: str) -> Checkpoint:

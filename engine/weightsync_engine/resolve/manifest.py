@@ -205,7 +205,9 @@ def compared(
     for placed in placement.placed:
         if checkpoint is None or placed.name not in checkpoint.shapes or placed.name in unresolved:
             continue
-        for box, values in checkpoint.sample(placed.name, placed.box):
+        # Where nothing but the values speaks for a plain copy, all of them are asked.
+        whole = placed.name in placement.must_compare
+        for box, values in checkpoint.sample(placed.name, placed.box, whole):
             part = Placed(placed.name, box, placed.live, _moved(placed, box))
             view = view_of(memory[placed.live], part)
             if not torch.equal(view, values.to(device=view.device, dtype=view.dtype)):

@@ -94,8 +94,8 @@ def read_model(model: nn.Module, planned: bool = False) -> Iterator[tuple[LiveTe
         assert parameter is not None
         if id(parameter) in derived:
             continue  # A view of a parameter, written with it.
-        if _is_moe(module) and id(parameter) in elsewhere:
-            continue  # The router's own, lent to its experts.
+        if _is_moe(module) and (id(parameter) in elsewhere or getattr(module, "local_num_experts", 1) == 0):
+            continue  # The router's own, lent to its experts; or a worker without experts.
         data = parameter.data
         base = LiveTensor(
             name=name,
@@ -187,7 +187,9 @@ def _permuted(model: nn.Module) -> dict[int, Unresolvable]:
     from vllm.model_executor.layers.linear import QKVParallelLinear
 
     return {
-        id(parameter): Unresolvable("its live tensor holds q and k, whose rows the model permutes as it loads them", Rerun())
+        id(parameter): Unresolvable(
+            "its live tensor holds q and k, whose rows the model permutes as it loads them", Rerun()
+        )
         for part in model.modules()
         if callable(getattr(type(part), "permute_qk_weight_for_rotary", None))
         for module in part.modules()

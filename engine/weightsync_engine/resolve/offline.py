@@ -243,10 +243,12 @@ def _model(config: Any, weights: bool) -> nn.Module:
 
 @contextlib.contextmanager
 def _vllm_state(parallel: Parallel, rank: int) -> Iterator[None]:
-    """vLLM's process-wide state, replaced and put back: groups, the cache of rotary embeddings (which would
-    hand tensors of another device to the next model), the environment."""
+    """vLLM's process-wide state, replaced and put back: groups, the environment, and two caches: rotary
+    embeddings (it would hand tensors of another device to the next model), and the layers that other pipeline
+    stages hold, by the model's address (which the next model may have)."""
     from vllm.distributed import parallel_state
     from vllm.model_executor.layers import rotary_embedding
+    from vllm.model_executor.models import registry, utils
 
     if any(getattr(parallel_state, name, None) is not None for name in _GROUPS):
         raise OfflineError(
@@ -254,7 +256,10 @@ def _vllm_state(parallel: Parallel, rank: int) -> Iterator[None]:
         )
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ))
-        stack.enter_context(mock.patch.dict(rotary_embedding._ROPE_DICT, clear=True))
+        # vLLM looks at a model's class in a process of its own, half a minute, to keep CUDA out of this one.
+        stack.enter_context(mock.patch.object(registry, "_run_in_subprocess", lambda look: look()))
+        for cache in (rotary_embedding._ROPE_DICT, utils._model_to_pp_missing_layer_names):
+            stack.enter_context(mock.patch.dict(cache, clear=True))
         for name, group in groups(parallel, rank).items():
             stack.enter_context(mock.patch.object(parallel_state, name, group, create=True))
         threads = torch.get_num_threads()

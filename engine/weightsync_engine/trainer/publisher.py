@@ -28,10 +28,12 @@ from torch.distributed.tensor import DTensor
 from ..agent.config import AgentConfig
 from ..agent.supervisor import AgentSupervisor
 from ..layout.tensors import TrainerManifest
+from ..mover.memory import Needs, check_memory, staging_bytes
 from ..mover.slab import Slab, plan_slab
 from ..mover.supervisor import MoverSupervisor
 from ..protocol.mover import MoverOutcome
 from ..protocol.names import DEFAULT_TRAINER_PORT, ENV_POD_UID, ENV_PORT
+from ..transport.copies import copy_all
 from .agreement import Peers, peers
 from .handle import Handle, PublishError
 from .naming import Names
@@ -46,6 +48,11 @@ BUSY_LOOK_SECONDS = 0.5
 CLOSED_SECONDS = 5.0
 """How long a rank whose publisher is closed waits for the others, so that all hear of it at once."""
 MAX_ERROR = 2000
+
+WHAT_TO_DO = (
+    "shard the weights over more ranks, free memory before Publisher(...), lower WEIGHTSYNC_STAGING_MIB, or hold the "
+    "snapshot in host memory with device='cpu' (for servers whose transport is gloo)"
+)
 
 OnBusy = Literal["skip", "wait"]
 
@@ -66,6 +73,7 @@ class Publisher:
     computes with, else as trained.
     `timeout`: seconds that any rank waits for the others, or for the agent, at most.
     `port`: where the pod's agent listens; default: WEIGHTSYNC_PORT, else 7077.
+    `device`: where the snapshot is held; default: where the weights are. It decides by what they travel.
 
     A single process without torch.distributed is a trainer of world size 1.
 
@@ -80,6 +88,7 @@ class Publisher:
         dtype: WireDtype = None,
         timeout: float = 120.0,
         port: int | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
         self._timeout = timeout
         self._closed = False
@@ -95,7 +104,7 @@ class Publisher:
         self._travelling: dict[str, float] = {}
         self._peers: Peers = peers(timeout)
         try:
-            self._begin(model, names, dtype, port)
+            self._begin(model, names, dtype, port, device)
         except BaseException:
             self._let_go()
             raise
@@ -103,7 +112,14 @@ class Publisher:
 
     # -- making it -------------------------------------------------------------------------------------------
 
-    def _begin(self, model: Any, names: Names, dtype: WireDtype, port: int | None) -> None:
+    def _begin(
+        self,
+        model: Any,
+        names: Names,
+        dtype: WireDtype,
+        port: int | None,
+        device: torch.device | str | None,
+    ) -> None:
         error, held = "", list[Held]()
         said: dict[str, Any] = {"pod": _pod_key(), "run_id": uuid.uuid4().hex}
         entries = b""
@@ -143,12 +159,22 @@ class Publisher:
                 for h in held
                 if h.local.numel()
             )
-            self._slab = Slab.create(size)
+            place, staging = self._device(device, held), 0
+            if place.type == "cuda":
+                staging = staging_bytes()
+                check_memory(Needs.of("snapshot", size, staging), place, WHAT_TO_DO)
+            self._slab = Slab.create(size, place)
             self._views = {name: self._slab.tensor(place) for name, place in self._places.items()}
             self._layout = _layout(held)
             self._manifest = TrainerManifest(self._peers.rank, sources, dict(self._places))
             self._mover = MoverSupervisor(
-                "trainer", local_rank, self._slab, self._manifest, run_dir, on_outcome=self._on_outcome
+                "trainer",
+                local_rank,
+                self._slab,
+                self._manifest,
+                run_dir,
+                on_outcome=self._on_outcome,
+                staging_bytes=staging,
             )
             path = str(self._mover.socket_path)
         except Exception as e:
@@ -180,7 +206,12 @@ class Publisher:
 
     def _wait_mover(self) -> str:
         """Why the mover is not up, or nothing."""
-        assert self._mover is not None
+        assert self._mover is not None and self._slab is not None
+        if (
+            self._slab.gpu is not None
+        ):  # the spare's memory as well must be taken before the training takes it
+            why = self._mover.wait_ready(self._timeout)
+            return f"the mover is not up: {why}" if why else ""
         deadline = time.monotonic() + self._timeout
         while self._mover.pid is None:
             if self._mover.problem is not None:
@@ -189,6 +220,20 @@ class Publisher:
                 return f"the mover was not up within {self._timeout:g} s"
             time.sleep(0.02)
         return ""
+
+    @staticmethod
+    def _device(wanted: torch.device | str | None, held: list[Held]) -> torch.device:
+        """Where the snapshot belongs. Raises `PublishError` where that cannot be told."""
+        if wanted is not None:
+            place = torch.device(wanted)
+            if place.type == "cuda" and place.index is None:
+                place = torch.device("cuda", torch.cuda.current_device())
+            return place
+        places = {h.local.device: h.name for h in held if h.local.numel() and h.local.device.type != "cpu"}
+        if len(places) > 1:
+            said = ", ".join(f"{name!r} on {place}" for place, name in places.items())
+            raise PublishError(f"this rank's weights are on several devices ({said}): give `device`")
+        return next(iter(places), torch.device("cpu"))
 
     @property
     def port(self) -> int | None:
@@ -282,14 +327,15 @@ class Publisher:
         last = self._handles.get(self._held_version or "")
         self._slab.begin_write()
         # A cast, where the wire dtype differs, happens in the copy.
-        torch._foreach_copy_([self._views[h.name] for h in here], [h.local for h in here])
+        copy_all([self._views[h.name] for h in here], [h.local for h in here])
         handle = Handle(version)
         self._handles = {v: h for v, h in self._handles.items() if not h.done()}
         self._handles[version] = handle
         self._used.add(version)
         self._sequence += 1
         self._held_version = version
-        self._slab.stamp(version, self._sequence)
+        # On a GPU the copies are only enqueued, in order with the training; the stamp shows when they have ended.
+        self._slab.stamp_after_copies(version, self._sequence)
         self._mover.published()
         if last is not None:
             last.superseded(f"version {version!r} took its place before a round carried it")

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from ..transport.base import Failure, Transport
+import dataclasses
+from collections.abc import Mapping
+
+from ..plan.validate import Envelope
+from ..protocol.names import ENV_STEP_BYTES
+from .base import Failure, Transport
 from .gloo import GlooTransport
 
+MOST_STEP_BYTES = 2 << 30
+"""M2N refuses a larger share of a step, and from 4 GiB on hangs."""
 NAMES = ("auto", "gloo", "nccl_m2n", "nccl_p2p")
 
 
@@ -33,3 +40,18 @@ def choose(name: str, device: str, rank: int) -> type[Transport]:
     from .nccl import M2NTransport, P2PTransport  # needs the libraries of the extra "cuda"
 
     return P2PTransport if name == "nccl_p2p" else M2NTransport
+
+
+def envelope(kind: type[Transport], environment: Mapping[str, str], rank: int) -> Envelope:
+    """What the transport's steps may be, with the user's own size of a step. Raises `Failure` BadSetting."""
+    given = environment.get(ENV_STEP_BYTES, "").strip()
+    if not given:
+        return kind.envelope
+    size = int(given) if given.isdigit() else 0
+    if not 8 <= size <= MOST_STEP_BYTES:
+        raise Failure(
+            "BadSetting",
+            f"rank {rank}: {ENV_STEP_BYTES}={given!r} must be a whole number of bytes from 8 to {MOST_STEP_BYTES}",
+            rank,
+        )
+    return dataclasses.replace(kind.envelope, max_local_bytes=size)

@@ -20,6 +20,7 @@ from ..plan.plan import LocalStep
 from ..plan.steps import Side, Step
 from ..plan.validate import Envelope
 from .base import Failure, LocalTensor, PeerFailure, Transport
+from .copies import copy_all
 from .store import EpochStore
 
 _cuda: Any = torch.cuda  # whose methods have no types
@@ -88,11 +89,6 @@ class _Nccl(Transport):
             **{name: value for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS)},
         }
 
-    @property
-    def hopeless(self) -> bool:
-        """Something is stuck on the GPU that nothing but the end of this process can end."""
-        return self._failed
-
     def finish(self, stall_seconds: float, moved: Callable[[int], None]) -> None:
         begun = self._begun.popleft()
         until = time.monotonic() + stall_seconds
@@ -119,8 +115,8 @@ class _Nccl(Transport):
     def close(self) -> None:
         comm, self._comm = self._comm, None
         self._begun.clear()
-        if comm is not None and not self._failed:
-            comm.abort()
+        if comm is not None and not self.hopeless:
+            comm.abort()  # local: no peer takes part
 
 
 class P2PTransport(_Nccl):
@@ -144,7 +140,7 @@ class P2PTransport(_Nccl):
                 staged = [torch.empty(r.numel(), dtype=r.dtype, device=r.device) for r in messages.scattered]
                 shaped = [flat.view(r.shape) for flat, r in zip(staged, messages.scattered, strict=True)]
                 if step.sends and staged:
-                    torch._foreach_copy_(shaped, messages.scattered)
+                    copy_all(shaped, messages.scattered)
                 with group():
                     for at, peers in messages.order:
                         data = messages.runs[at] if at >= 0 else staged[-1 - at]
@@ -152,7 +148,7 @@ class P2PTransport(_Nccl):
                             move = self._comm.send if step.sends else self._comm.recv
                             move(data.view(torch.uint8), peer, stream=self._stream)
                 if not step.sends and staged:
-                    torch._foreach_copy_(messages.scattered, shaped)
+                    copy_all(messages.scattered, shaped)
         except PeerFailure:
             raise
         except Exception as e:
@@ -214,6 +210,11 @@ class M2NTransport(_Nccl):
         self._ready: dict[int, _Share] = {}
         self._meshes: dict[Side, Any] = {}
 
+    @property
+    def hopeless(self) -> bool:
+        # After a peer is lost inside a reshard, abort() never returns.
+        return self._failed
+
     @staticmethod
     def runtime() -> dict[str, Any]:
         found = _Nccl.runtime()
@@ -235,7 +236,7 @@ class M2NTransport(_Nccl):
                 flat = buffer.memory[: step.local_bytes]
                 self._copying.wait_event(buffer.free)
                 with torch.cuda.stream(self._copying):
-                    torch._foreach_copy_(share.within(flat), share.regions)
+                    copy_all(share.within(flat), share.regions)
                 self._stream.wait_stream(self._copying)
                 self._reshard(step, flat)
                 done.record(self._stream)
@@ -246,7 +247,7 @@ class M2NTransport(_Nccl):
                 self._reshard(step, flat)
                 self._copying.wait_stream(self._stream)
                 with torch.cuda.stream(self._copying):
-                    torch._foreach_copy_(share.regions, share.within(flat))
+                    copy_all(share.regions, share.within(flat))
                 done.record(self._copying)
                 buffer.free = done
         except PeerFailure:

@@ -32,8 +32,9 @@ from vllm.distributed.weight_transfer.base import (
 
 from ..agent.core import pod_address
 from ..mover.client import MoverClient
-from ..mover.slab import Slab
-from ..mover.supervisor import MoverSupervisor
+from ..mover.memory import Needs, check_memory, staging_bytes
+from ..mover.slab import Slab, SlabError
+from ..mover.supervisor import UP_SECONDS, MoverSupervisor
 from ..protocol.messages import EpochPhase, Problem, Rendezvous, RoundPhase
 from ..protocol.mover import MoverJoin, MoverState, MoverTransfer
 from ..resolve.checkpoint import NoCheckpoint, open_checkpoint
@@ -43,6 +44,10 @@ from .shadow import Flipped, Shadow
 
 log = logging.getLogger(__name__)
 
+WHAT_TO_DO = (
+    "use more GPUs for each server (--tensor-parallel-size), raise --gpu-memory-utilization where the GPU is not full, "
+    "free it of other processes, or lower WEIGHTSYNC_STAGING_MIB"
+)
 REASONS = 8
 """Unresolved parameters that a worker's description names."""
 
@@ -143,17 +148,38 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
             return  # no shadow for a round that cannot be
         for name, reason in self.resolved.manifest.fallback.items():
             log.info("by vLLM's loader: %s: %s", name, reason)
-        if self.device.type != "cpu":
-            self.problem = Problem(
-                reason="NotSupported",
-                message=f"a shadow on {self.device.type} is not built yet: only the CPU is",
-            )
+        if self.device.type not in ("cpu", "cuda"):
+            message = f"weights on {self.device.type} are not supported: only CUDA devices and the CPU are"
+            self.problem = Problem(reason="NotSupported", message=message)
             return
-        slab = Slab.create(self.resolved.slab_bytes)
+        staging = 0
+        try:
+            if self.device.type == "cuda":
+                staging = staging_bytes()
+                needs = Needs.of("shadow", self.resolved.slab_bytes, staging)
+                check_memory(needs, self.device, WHAT_TO_DO, memory_limit(self.vllm_config, self.device))
+            slab = Slab.create(self.resolved.slab_bytes, self.device)
+        except SlabError as e:
+            self.problem = Problem(reason="NoMemory", message=str(e)[:1024])
+            log.error("%s", e)
+            return
         self.shadow = Shadow(self.resolved, slab)
         self._run_dir = Path(tempfile.mkdtemp(prefix="weightsync-"))
         atexit.register(self._clean)
-        self.supervisor = MoverSupervisor("inference", self.rank, slab, self.resolved.manifest, self._run_dir)
+        self.supervisor = MoverSupervisor(
+            "inference",
+            self.rank,
+            slab,
+            self.resolved.manifest,
+            self._run_dir,
+            staging_bytes=staging,
+        )
+        if self.device.type == "cuda":
+            # vLLM measures free memory next, and sizes its KV cache by it: all of ours must be taken by then.
+            why = self.supervisor.wait_ready(UP_SECONDS)
+            if why:
+                self.problem = Problem(reason="MoverNotUp", message=why[:1024])
+                log.error("%s", why)
         log.info(
             "weightsync worker %d: %d parameters (%d by vLLM's loader), shadow of %d bytes",
             self.rank,
@@ -390,6 +416,15 @@ def refusal(config: VllmConfig) -> str:
     if uva is not None and uva.cpu_offload_gb:
         return "weights that are offloaded to the CPU are not supported"
     return ""
+
+
+def memory_limit(config: VllmConfig, device: torch.device) -> int | None:
+    """Bytes that this server's worker may use on its GPU in all, KV cache included; None if the KV cache's size is
+    given and not derived from it."""
+    if config.cache_config.kv_cache_memory_bytes:
+        return None
+    total = torch.cuda.get_device_properties(device).total_memory
+    return int(total * config.cache_config.gpu_memory_utilization)
 
 
 def unresolved_message(resolved: Resolved) -> str:

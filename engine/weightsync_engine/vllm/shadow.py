@@ -12,6 +12,7 @@ from ..mover.slab import Slab
 from ..protocol.messages import Problem, Published
 from ..resolve.loader import LoaderError
 from ..resolve.manifest import Resolved
+from ..transport.copies import copy_all, same_bits
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ class Shadow:
         self.torn = True
         with torch.inference_mode():
             if self._live:
-                torch._foreach_copy_(self._live, self._next)
+                copy_all(self._live, self._next)
             self._synchronise()
         if (problem := self._load()) is not None:
             return problem
@@ -131,11 +132,6 @@ class Shadow:
         """The first tensor whose live bytes are not the shadow's: memory that something else writes or has
         moved."""
         for name, live, shadow in zip(self._names, self._live, self._next, strict=True):
-            if not torch.equal(_bytes(live), _bytes(shadow)):
+            if not same_bits(live, shadow):
                 return name
         return None
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Flat, so that bits are compared and not values (NaN, -0.0)."""
-    return tensor.reshape(-1).view(torch.uint8)

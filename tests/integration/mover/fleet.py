@@ -34,6 +34,7 @@ from weightsync_engine.mover.slab import Slab, plan_slab
 from weightsync_engine.mover.supervisor import MoverSupervisor
 from weightsync_engine.protocol.messages import EpochPhase, RoundPhase
 from weightsync_engine.protocol.mover import MoverJoin, MoverState, MoverTransfer
+from weightsync_engine.protocol.names import ENV_STEP_BYTES
 from weightsync_engine.transport.store import open_store
 
 HOST = "127.0.0.1"
@@ -112,14 +113,31 @@ class Fleet:
 
     @classmethod
     async def start(
-        cls, folder: Path, layers: int = 2, spare: Collection[int] = (), on_outcome=None
+        cls,
+        folder: Path,
+        layers: int = 2,
+        spare: Collection[int] = (),
+        on_outcome=None,
+        device: str = "cpu",
+        env: dict[str, str] | None = None,
+        staging_bytes: int = 0,
     ) -> Fleet:
         """All movers up; the ranks in `spare` have a spare mover."""
         members = []
         for rank in range(TRAINERS + SERVERS * TP):
-            slab, manifest = make(rank, layers)
+            slab, manifest = make(rank, layers, device=device)
             role = "trainer" if rank < TRAINERS else "inference"
-            supervisor = MoverSupervisor(role, rank, slab, manifest, folder, on_outcome, spare=rank in spare)
+            supervisor = MoverSupervisor(
+                role,
+                rank,
+                slab,
+                manifest,
+                folder,
+                on_outcome,
+                spare=rank in spare,
+                env={ENV_STEP_BYTES: "256", **(env or {})},
+                staging_bytes=staging_bytes,
+            )
             server = "trainer" if rank < TRAINERS else f"server-{(rank - TRAINERS) // TP}"
             members.append(
                 Member(rank, server, slab, manifest, supervisor, MoverClient(supervisor.socket_path).start())
@@ -184,7 +202,7 @@ class Fleet:
                 if box is not None:
                     value = self.values[source.name][tuple(map(slice, box.start, box.stop))]
                     m.view(source.name).copy_(value.to(m.view(source.name).dtype))
-            m.slab.stamp(version, self.sequence)
+            m.slab.stamp_after_copies(version, self.sequence)
             m.supervisor.published()
 
     def transfer(self, version: str, deadline: float = 20.0) -> None:
@@ -217,20 +235,28 @@ class Fleet:
         """Every worker's shadow equals the published values, bit for bit."""
         for m in self.members[TRAINERS:]:
             for piece in m.manifest.pieces:
-                got = m.view(piece.tensor)[tuple(map(slice, piece.at, Box(piece.at, piece.box.shape).stop))]
+                got = m.view(piece.tensor)[
+                    tuple(map(slice, piece.at, Box(piece.at, piece.box.shape).stop))
+                ].cpu()
                 want = self.values[piece.name][tuple(map(slice, piece.box.start, piece.box.stop))]
                 assert torch.equal(got.view(torch.int16), want.view(torch.int16)), (m.rank, piece)
 
 
 def make(
-    rank: int, layers: int, dtype: str = DTYPE, rows: int = 0, rename: str = "", mesh: int = TRAINERS
+    rank: int,
+    layers: int,
+    dtype: str = DTYPE,
+    rows: int = 0,
+    rename: str = "",
+    mesh: int = TRAINERS,
+    device: str = "cpu",
 ) -> tuple[Slab, TrainerManifest | WorkerManifest]:
     """Slab and manifest of a rank. A worker's norm can have another dtype, more rows or another name."""
     if rank < TRAINERS:
         held = sources(layers, dtype)
         boxes = {s.name: shard_boxes(s)[rank] for s in held}
         tensors, size = plan_slab((n, b.shape, dtype) for n, b in boxes.items() if b is not None)
-        return Slab.create(size), TrainerManifest(rank, held, tensors)
+        return Slab.create(size, device), TrainerManifest(rank, held, tensors)
     pieces, live = destinations(layers, (rank - TRAINERS) % TP)
     expected = {n: Expected(s, DTYPE) for n, s in shapes(layers).items()}
     if dtype != DTYPE or rows or rename:
@@ -241,7 +267,7 @@ def make(
         pieces = [p for p in pieces if p.name != "norm"]
         pieces.append(Piece(name, Box((0,), (HIDDEN + rows,)), "norm", (0,)))
     tensors, size = plan_slab((n, s, dtype if n == "norm" else DTYPE) for n, s in live.items())
-    return Slab.create(size), WorkerManifest(expected, tuple(pieces), tensors, {}, {"head": "embed"})
+    return Slab.create(size, device), WorkerManifest(expected, tuple(pieces), tensors, {}, {"head": "embed"})
 
 
 @contextlib.contextmanager

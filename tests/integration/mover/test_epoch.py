@@ -19,6 +19,7 @@ from weightsync_engine.mover.slab import Slab
 from weightsync_engine.plan.validate import Envelope
 from weightsync_engine.protocol.messages import Rendezvous
 from weightsync_engine.protocol.mover import MoverJoin, MoverTransfer
+from weightsync_engine.protocol.names import ENV_STEP_BYTES
 from weightsync_engine.transport.base import Failure
 from weightsync_engine.transport.store import EpochStore, open_store
 
@@ -298,3 +299,19 @@ def test_epochs_that_come_and_go_leave_no_threads_or_sockets_behind(world):
     while any(now > then + 2 for now, then in zip(count(), before, strict=True)):
         assert time.monotonic() < deadline, (before, count())
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("given", ["many", "0", "-1", "99999999999"])
+def test_a_step_size_that_cannot_be_is_refused_with_the_setting_and_its_range(world, monkeypatch, given):
+    monkeypatch.setenv(ENV_STEP_BYTES, given)
+    problem = the_one_problem(world(ranks=[0], deadline=1).join())
+    assert problem.reason == "BadSetting" and ENV_STEP_BYTES in problem.message and given in problem.message
+
+
+def test_a_small_step_size_makes_many_steps_and_the_same_weights(world, monkeypatch):
+    monkeypatch.setenv(ENV_STEP_BYTES, "64")
+    w = world()
+    summaries = w.join()
+    assert len({s.digest for s in summaries.values()}) == 1 and summaries[0].steps > 20
+    w.publish("step-1")
+    assert set(w.transfer("step-1").values()) == {None}

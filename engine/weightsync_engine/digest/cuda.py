@@ -1,0 +1,66 @@
+"""Digests of tensors on a GPU: by one kernel over all of them, or by torch's own operations where there is no Triton.
+
+Bit for bit what `weightsync_engine.digest` computes on the host.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..layout.boxes import Box
+from .tiles import Boxed, Tiles, cut, fits
+
+log = logging.getLogger(__name__)
+
+Held = tuple[torch.Tensor, Box, list[tuple[int, int, int]]]
+"""Tensor, its box, and the box's joined dimensions."""
+Kernel = Callable[[Tiles, int, torch.Tensor], None]
+ByTorch = Callable[[torch.Tensor, list[tuple[int, int, int]]], torch.Tensor]
+
+
+@functools.cache
+def kernel() -> Kernel | None:
+    """The Triton kernel, or None (with a warning) where Triton, or the compiler that it needs, is missing."""
+    try:
+        from .kernel import add_digests
+
+        out = torch.zeros(1, dtype=torch.int64, device="cuda")
+        for width in (1, 2, 4, 8):
+            # Both variants: 20 000 elements are a whole tile and a rest.
+            data = torch.zeros(20_000 * width, dtype=torch.uint8, device="cuda")
+            add_digests(cut([Boxed(data.data_ptr(), 20_000, [(0, 20_000, 20_000)], 0)]), width, out)
+        torch.cuda.current_stream().synchronize()
+    except Exception as e:
+        log.warning("digests are computed without Triton, several times slower: %s: %s", type(e).__name__, e)
+        return None
+    return add_digests
+
+
+def digests(
+    held: Sequence[Held], by_torch: Callable[[torch.Tensor, list[tuple[int, int, int]]], torch.Tensor]
+) -> list[int]:
+    """The sum of each, in order; one wait for the GPU in all. `by_torch` gives one's sum as a tensor (int64)."""
+    if not held:
+        return []
+    device = held[0][0].device
+    with torch.cuda.device(device):
+        out = torch.zeros(len(held), dtype=torch.int64, device=device)
+        launch = kernel()
+        of_width: dict[int, list[Boxed]] = defaultdict(list)
+        keep: list[torch.Tensor] = []
+        for slot, (tensor, box, dims) in enumerate(held):
+            if launch is None or not fits(dims):
+                out[slot] = by_torch(tensor, dims)
+            elif box.size:
+                flat = tensor.reshape(-1)
+                keep.append(flat)  # a copy, where the region is no run of memory
+                of_width[flat.element_size()].append(Boxed(flat.data_ptr(), box.size, dims, slot))
+        for width, boxes in of_width.items():
+            assert launch is not None
+            launch(cut(boxes), width, out)
+        return [value % (1 << 64) for value in out.tolist()]

@@ -1,0 +1,123 @@
+"""What weightsync needs on a GPU, computed before any of it is taken; and memory kept for a transport's buffers."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import time
+from dataclasses import dataclass
+
+import torch
+
+from ..protocol.names import ENV_STAGING_MIB
+from . import cuda
+from .slab import SlabError
+
+log = logging.getLogger(__name__)
+
+CONTEXT_BYTES = 600 << 20
+"""CUDA context, modules and library state of one mover process; measured about 500 MB on an H200."""
+DEFAULT_STAGING_MIB = 2048
+MIB = 1 << 20
+
+
+def staging_bytes() -> int:
+    """What transports may use for their buffers on this rank's GPU. Raises ValueError for a bad setting."""
+    text = os.environ.get(ENV_STAGING_MIB, str(DEFAULT_STAGING_MIB))
+    if not text.isdecimal() or int(text) > 1 << 20:
+        raise ValueError(f"{ENV_STAGING_MIB} is {text!r}: give MiB as a whole number up to {1 << 20}")
+    return int(text) * MIB
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes of device memory, by use."""
+
+    what: str
+    """"shadow" or "snapshot"."""
+    slab: int
+    contexts: int
+    staging: int
+
+    @classmethod
+    def of(cls, what: str, slab: int, staging: int, spare: bool = True) -> Needs:
+        return cls(what, slab, CONTEXT_BYTES * (2 if spare else 1), staging)
+
+    @property
+    def total(self) -> int:
+        return self.slab + self.contexts + self.staging
+
+    def __str__(self) -> str:
+        movers = f"{_size(self.contexts)} for the CUDA contexts of mover and spare"
+        return (
+            f"{_size(self.total)} ({_size(self.slab)} for the {self.what}, {movers}, "
+            f"{_size(self.staging)} for staging)"
+        )
+
+
+def check_memory(needs: Needs, place: torch.device, what_to_do: str, limit: int | None = None) -> None:
+    """Whether the GPU has what is needed. `limit`: bytes that this process may have in use on it in all.
+
+    Raises `SlabError` with all numbers in bytes and `what_to_do`.
+    """
+    gpu = cuda.open_device(place)
+    if gpu.memory()[0] < needs.total:
+        gc.collect()
+        gpu.drop_cached()
+    free, total = gpu.memory()
+    where = f"{place} ({gpu.name})"
+    if free < needs.total:
+        raise SlabError(
+            f"not enough memory on {where}: needed are {needs}, free are {_size(free)} of {_size(total)}: "
+            f"{_size(needs.total - free)} too little; {what_to_do}"
+        )
+    if limit is not None:
+        used = gpu.used_here()
+        if used + needs.total > limit:
+            raise SlabError(
+                f"not enough memory on {where}: needed are {needs} beside {_size(used)} in use, but this server may "
+                f"use {_size(limit)} of {_size(total)}: {_size(used + needs.total - limit)} too little, and nothing "
+                f"would be left for the KV cache; {what_to_do}"
+            )
+    log.info("device memory on %s: needed %s, free %s of %s", where, needs, _size(free), _size(total))
+
+
+class Staging:
+    """Device memory that is taken while no transport needs it, so that nobody else counts on it.
+
+    A transport allocates its buffers itself; `release` before it is made gives it room, `hold` after its end takes
+    the room back. Without a GPU, or of no bytes, it does nothing.
+    """
+
+    def __init__(self, gpu: cuda.Device | None, size: int) -> None:
+        self._gpu = gpu
+        self._size = size
+        self._memory: cuda.Memory | None = None
+
+    @property
+    def held(self) -> int:
+        return self._memory.size if self._memory is not None else 0
+
+    def hold(self, seconds: float = 0.0) -> str:
+        """Take the memory; returns why it could not be taken within `seconds`, or nothing. A predecessor that was
+        killed gives its own back within a second."""
+        if self._gpu is None or self._size == 0 or self._memory is not None:
+            return ""
+        self._gpu.drop_cached()
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                self._memory = self._gpu.allocate(self._size)
+                return ""
+            except (MemoryError, cuda.CudaError) as e:
+                if time.monotonic() >= deadline:
+                    return f"no {_size(self._size)} for staging: {e}"
+            time.sleep(0.05)
+
+    def release(self) -> None:
+        self._memory = None
+
+
+def _size(count: int) -> str:
+    return f"{count} bytes ({count / 1e6:.0f} MB)"
