@@ -18,7 +18,7 @@ from torch import nn
 
 from weightsync_engine.layout.boxes import Box
 from weightsync_engine.layout.shards import shard_boxes
-from weightsync_engine.layout.tensors import Mesh, Replicate, Shard, SourceParameter, WorkerManifest
+from weightsync_engine.layout.tensors import Mesh, Replicate, Shard, SourceParameter
 from weightsync_engine.mover.slab import Slab
 from weightsync_engine.plan.compile import compile_plan
 from weightsync_engine.plan.groups import Worker
@@ -100,59 +100,68 @@ def move(
 ) -> Moved:
     """Load A, fill the shadow with B by the manifest, flip."""
     worker = build_worker(first, rank, parallel, weights=True, dtype=DTYPE)
-    with open_checkpoint(str(first), None, "auto") as checkpoint:
-        resolved = resolve(worker.model, checkpoint)
+    resolved = resolved_as(worker, first)
     slab = Slab.create(resolved.slab_bytes)
     before = {name: tensor.detach().clone() for name, tensor in tensors(worker.model)}
     shadow = Shadow(resolved, slab)
     slab.begin_write()
     move_by(resolved, slab, load(second))
-    slab.stamp("b", 1)
-    problem = shadow.flip(WANT)
-    assert problem is None, problem
+    flip(worker, shadow, 1)
     return Moved(worker, resolved, before, dict(tensors(worker.model)))
 
 
-def move_server(first: Path, second: Path, parallel: Parallel) -> list[Moved]:
-    """The same for all workers of a server, with B on its way through a plan from three trainer ranks that cut it
-    unevenly."""
-    values = load(second)
-    sources = [sharded(name, value) for name, value in sorted(values.items())]
+def resolved_as(worker: OfflineWorker, folder: Path) -> Resolved:
+    """What the worker's engine does once vLLM has loaded its model from `folder`."""
+    with worker.within(), open_checkpoint(str(folder), None, "auto") as checkpoint:
+        return resolve(worker.model, checkpoint, config=worker.config)
+
+
+def flip(worker: OfflineWorker, shadow: Shadow, round_: int) -> None:
+    shadow.slab.stamp(WANT.version, round_)
+    with worker.within():
+        problem = shadow.flip(replace(WANT, round=round_))
+    assert problem is None, problem
+
+
+def move_server(first: Path, parallel: Parallel, *rounds: Path) -> list[Moved]:
+    """The same for all workers of a server, with each round's values on their way through a plan from three trainer
+    ranks that cut them unevenly."""
+    values = [load(folder) for folder in rounds]
+    sources = [sharded(name, value) for name, value in sorted(values[0].items())]
     slabs: dict[int, dict[str, npt.NDArray[Any]]] = {rank: {} for rank in range(TRAINERS)}
-    for source in sources:
-        for rank, box in shard_boxes(source).items():
-            if box is not None:
-                slabs[rank][source.name] = values[source.name][_slices(box)].numpy().copy()
     held: list[tuple[OfflineWorker, Resolved, Slab, dict[str, torch.Tensor], Shadow]] = []
     for rank in range(parallel.workers):
         worker = build_worker(first, rank, parallel, weights=True, dtype=DTYPE)
-        with open_checkpoint(str(first), None, "auto") as checkpoint:
-            resolved = resolve(worker.model, checkpoint)
-        slab = Slab.create(resolved.slab_bytes)
         before = {name: tensor.detach().clone() for name, tensor in tensors(worker.model)}
+        resolved = resolved_as(worker, first)
+        slab = Slab.create(resolved.slab_bytes)
         shadow = Shadow(resolved, slab)
-        slab.begin_write()
         places = resolved.manifest.tensors.items()
         slabs[TRAINERS + rank] = {name: slab.tensor(place).numpy() for name, place in places}
         held.append((worker, resolved, slab, before, shadow))
     manifests = [resolved.manifest for _, resolved, *_ in held]
-    gone = {name for m in manifests for name in m.unresolved}
-    known = {name for m in manifests for name in (*m.expected, *m.aliases)} - gone
     plan = compile_plan(
-        [s for s in sources if s.name in known],
-        [Worker(TRAINERS + i, "server", _without(m, gone)) for i, m in enumerate(manifests)],
+        sources,
+        [Worker(TRAINERS + i, "server", manifest) for i, manifest in enumerate(manifests)],
         TRAINERS,
         Envelope(max_local_bytes=100_000),
     )
     assert all(violations(step, Envelope(max_local_bytes=100_000)) == [] for step in plan.steps)
-    execute(plan, slabs)
-    moved = []
-    for worker, resolved, slab, before, shadow in held:
-        slab.stamp("b", 1)
-        problem = shadow.flip(WANT)
-        assert problem is None, problem
-        moved.append(Moved(worker, resolved, before, dict(tensors(worker.model))))
-    return moved
+    assert plan.fallback.keys() == {name for m in manifests for name in m.fallback}
+    for number, sent in enumerate(values, start=1):
+        for source in sources:
+            for rank, box in shard_boxes(source).items():
+                if box is not None:
+                    slabs[rank][source.name] = sent[source.name][_slices(box)].numpy().copy()
+        for *_, slab, _, _ in held:
+            slab.begin_write()
+        execute(plan, slabs)
+        for worker, _, _, _, shadow in held:
+            flip(worker, shadow, number)
+    return [
+        Moved(worker, resolved, before, dict(tensors(worker.model)))
+        for worker, resolved, _, before, _ in held
+    ]
 
 
 def sharded(name: str, value: torch.Tensor) -> SourceParameter:
@@ -163,17 +172,6 @@ def sharded(name: str, value: torch.Tensor) -> SourceParameter:
         return SourceParameter(name, shape, dtype, Mesh((1,), (turn % TRAINERS,)), (Replicate(),))
     mesh = Mesh((TRAINERS,), tuple(range(TRAINERS)))
     return SourceParameter(name, shape, dtype, mesh, (Shard(turn % len(shape)),))
-
-
-def _without(manifest: WorkerManifest, names: set[str]) -> WorkerManifest:
-    """As if the model had no such parameters."""
-    return replace(
-        manifest,
-        expected={n: e for n, e in manifest.expected.items() if n not in names},
-        pieces=tuple(p for p in manifest.pieces if p.name not in names),
-        aliases={a: n for a, n in manifest.aliases.items() if n not in names},
-        unresolved={},
-    )
 
 
 def _slices(box: Box) -> tuple[slice, ...]:

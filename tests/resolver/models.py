@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,8 @@ class Architecture:
     parallel: tuple[Parallel, ...] = TP
     impossible: tuple[Parallel, ...] = ()
     """Of the full matrix: what vLLM itself cannot do with a model so small."""
-    unresolved: Callable[[Parallel], dict[str, str]] = lambda parallel: {}
-    """What cannot be written directly: a pattern of names -> a pattern of the reason."""
+    by_loader: Mapping[str, str] = field(default_factory=dict)
+    """What goes to vLLM's own loader: a pattern of names -> a pattern of the reason."""
     auto: str = "AutoModelForCausalLM"
     dtype: torch.dtype = torch.float32
 
@@ -133,29 +133,6 @@ ARCHITECTURES = (
         parallel=(TP[1], EP[0]),
     ),
     Architecture(
-        "Qwen3NextForCausalLM",
-        "Qwen3NextConfig",
-        COMMON
-        | MOE
-        | {"shared_expert_intermediate_size": 128, "layer_types": ["linear_attention", "full_attention"]}
-        | {"linear_num_value_heads": 8, "linear_num_key_heads": 4}
-        | {"linear_key_head_dim": 32, "linear_value_head_dim": 32},
-        parallel=TP[1:2],
-        unresolved=lambda parallel: {
-            r".*\.linear_attn\.(dt_bias|A_log|conv1d\.weight)": "its loader is not known to copy plainly"
-        },
-    ),
-    Architecture(
-        "Llama4ForCausalLM",
-        "Llama4TextConfig",
-        COMMON | {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 256},
-        parallel=TP[1:2],
-        unresolved=lambda parallel: {
-            r".*\.feed_forward\.experts\.(routed_experts|gate_up_proj|down_proj).*": "would be a share|transforms",
-            r".*\.self_attn\.[qk]_proj\.weight": "transforms",
-        },
-    ),
-    Architecture(
         "GptOssForCausalLM",
         "GptOssConfig",
         COMMON
@@ -163,9 +140,48 @@ ARCHITECTURES = (
         | {"layer_types": ["sliding_attention", "full_attention"]},
         parallel=TP + EP,
         impossible=(Parallel(8), Parallel(8, experts=True)),
-        unresolved=lambda parallel: {
+        by_loader={
             r".*\.mlp\.experts\..*": "loaded by GptOssRoutedExperts, which is not known to copy plainly"
         },
+    ),
+    Architecture(
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        COMMON
+        | {
+            "intermediate_size": 192,
+            "intermediate_size_mlp": 256,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+        }
+        | {"moe_layers": [1], "interleave_moe_layer_step": 2, "attention_chunk_size": 128},
+        parallel=TP[:2],
+        by_loader={
+            r".*\.experts\.(gate_up|down)_proj": r"would be a share of \[",
+            r".*\.self_attn\.[qkv]_proj\.weight": "whose rows the model permutes",
+        },
+    ),
+    Architecture(
+        "Mamba2ForCausalLM",
+        "Mamba2Config",
+        {"vocab_size": 1000, "hidden_size": 128, "state_size": 16, "num_hidden_layers": 2, "num_heads": 8}
+        | {"head_dim": 32, "n_groups": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+        parallel=TP[:2],
+        by_loader={
+            r".*\.mixer\.A_log": "composed_loader",
+            r".*\.mixer\.(D|dt_bias|norm\.weight)": "sharded_weight_loader",
+        },
+    ),
+    Architecture(
+        "Qwen3NextForCausalLM",
+        "Qwen3NextConfig",
+        COMMON
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+        | {"shared_expert_intermediate_size": 128, "linear_num_value_heads": 8, "linear_num_key_heads": 4}
+        | {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+        | {"layer_types": ["linear_attention", "full_attention"]},
+        parallel=TP[:2],
+        by_loader={r".*\.linear_attn\.(dt_bias|A_log|conv1d\.weight)": "sharded_weight_loader"},
     ),
     Architecture(
         "Idefics3ForConditionalGeneration",

@@ -12,11 +12,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.resolver.matrix import DTYPE, Folders
-from tests.resolver.models import ARCHITECTURES, Architecture
+from tests.resolver.matrix import DTYPE, Folders, resolved_as
+from tests.resolver.models import ARCHITECTURES
 
-from weightsync_engine.resolve.checkpoint import open_checkpoint
-from weightsync_engine.resolve.manifest import resolve
 from weightsync_engine.resolve.offline import Parallel, build_worker
 
 FILE = Path(__file__).parents[2] / "docs" / "architectures.md"
@@ -29,24 +27,30 @@ workers. Generated (`make generate`) from tiny random models of each architectur
 built and loaded, worker by worker; the same run compares every live tensor bit for bit with a fresh load
 (`tests/resolver`). An empty cell was not tried. Weights are unquantised. The size of a model changes the
 shares, the layout does not. Experts count as direct where vLLM computes with its Triton kernels
-(`--moe-backend triton`); every other kernel is refused with its name. A model with anything that is not direct
-cannot take part yet, and says so.
+(`--moe-backend triton`). The rest goes whole to every worker and through vLLM's own loader, at the flip; a model with
+anything for which that cannot be seen to be right is refused with the reason.
 
 """
 
 
-def measured(architecture: Architecture, folder: Path, parallel: Parallel) -> tuple[float, dict[str, str]]:
-    """Direct bytes by all bytes, over all workers; and what is unresolved."""
-    direct = total = 0
-    unresolved: dict[str, str] = {}
+def measured(folder: Path, parallel: Parallel) -> tuple[float, float, dict[str, str]]:
+    """Of all bytes, over all workers: the direct share and that of vLLM's loader; and what is not direct."""
+    direct = loaded = total = 0
+    reasons: dict[str, str] = {}
     for rank in range(parallel.workers):
         worker = build_worker(folder, rank, parallel, weights=True, dtype=DTYPE)
-        with open_checkpoint(str(folder), None, "auto") as checkpoint:
-            resolved = resolve(worker.model, checkpoint)
+        resolved = resolved_as(worker, folder)
         direct += resolved.direct_bytes
-        total += resolved.direct_bytes + resolved.other_bytes
-        unresolved |= resolved.manifest.unresolved
-    return direct / total, unresolved
+        loaded += resolved.loader_bytes
+        total += resolved.direct_bytes + resolved.loader_bytes + resolved.other_bytes
+        reasons |= resolved.manifest.unresolved | resolved.manifest.fallback
+    return direct / total, loaded / total, reasons
+
+
+def cell(direct: float, loaded: float) -> str:
+    if direct == 1:
+        return "100 %"
+    return f"{100 * direct:.1f} %" + (f" + {100 * loaded:.1f} % by vLLM's loader" if loaded else "")
 
 
 def title(parallel: Parallel) -> str:
@@ -67,9 +71,9 @@ def table(folders: Folders) -> str:
             if parallel not in architecture.parallel:
                 cells.append("")
                 continue
-            share, unresolved = measured(architecture, folders(architecture, 1), parallel)
-            cells.append("100 %" if not unresolved else f"{100 * share:.1f} %")
-            for name, reason in sorted(unresolved.items()):
+            direct, loaded, why = measured(folders(architecture, 1), parallel)
+            cells.append(cell(direct, loaded))
+            for name, reason in sorted(why.items()):
                 general = ".".join("*" if part.isdigit() else part for part in name.split("."))
                 reasons.setdefault(architecture.title, {})[general] = reason
         lines.append(f"| {architecture.title} | " + " | ".join(cells) + " |")

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.resolver.matrix import DTYPE, Folders
+from tests.resolver.matrix import DTYPE, Folders, resolved_as
 from tests.resolver.models import ARCHITECTURES, COMMON
 
 from weightsync_engine.resolve.checkpoint import open_checkpoint
-from weightsync_engine.resolve.manifest import TRANSFORMS, resolve
+from weightsync_engine.resolve.manifest import resolve
 from weightsync_engine.resolve.offline import Group, OfflineError, Parallel, build_worker
 
 LLAMA = COMMON | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
@@ -69,19 +69,15 @@ def test_a_planned_layout_is_the_one_that_a_loaded_model_has(folders: Folders) -
                 planned = resolve(
                     build_worker(folder, rank, parallel, dtype=DTYPE).model, checkpoint, planned=True
                 )
-                loaded = resolve(
-                    build_worker(folder, rank, parallel, weights=True, dtype=DTYPE).model, checkpoint
-                )
-            if TRANSFORMS in loaded.manifest.unresolved.values():
-                assert architecture.name == "Llama4ForCausalLM", "only values tell it"
-                continue
+            loaded = resolved_as(build_worker(folder, rank, parallel, weights=True, dtype=DTYPE), folder)
             assert planned.manifest == loaded.manifest, f"{architecture.title}, {parallel}"
             assert planned.direct_bytes == loaded.direct_bytes
+            assert planned.loader_bytes == loaded.loader_bytes
 
 
 def test_without_a_checkpoint_the_names_are_those_that_transformers_saves(folders: Folders) -> None:
     for architecture in ARCHITECTURES:
-        if architecture.unresolved(Parallel()):
+        if architecture.by_loader:
             continue
         folder = folders(architecture, 1)
         model = build_worker(folder, 0, dtype=DTYPE).model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -33,17 +34,35 @@ def test_every_architecture_is_planned_from_its_configuration_alone(
     folder: Path, architecture: Architecture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status = main(
-        ["plan", str(folder), "--trainer", "replicate=2,fsdp=3", "--server", "tp=2,count=2", "--json"]
+        ["plan", str(folder), "--trainer", "replicate=2,fsdp=2", "--server", "tp=2,count=2", "--json"]
     )
     told = capsys.readouterr()
     assert told.out, told.err
     found = json.loads(told.out)
-    refused = bool(architecture.unresolved(architecture.parallel[0]))
-    assert status == (1 if refused else 0)
-    assert (found["bytes"]["direct_share"] == 1.0) == (not refused)
-    assert len(found["by_rank"]) == 6 + 4 and found["steps"] > 0
-    sent = [r["bytes_sent"] for r in found["by_rank"][:6]]
-    assert max(sent) <= 1.2 * sum(sent) / 6
+    assert status == 0, found["parameters"]["refused"]
+    by_loader = found["parameters"]["by_loader"]
+    for name, reason in by_loader.items():
+        assert any(
+            re.fullmatch(p, name) and re.search(w, reason) for p, w in architecture.by_loader.items()
+        ), name
+    for pattern in architecture.by_loader:
+        assert any(re.fullmatch(pattern, name) for name in by_loader), pattern
+    assert (found["bytes"]["direct_share"] == 1.0) == (not by_loader)
+    assert found["bytes"]["direct_share"] + found["bytes"]["loader_share"] == pytest.approx(1.0)
+    assert len(found["by_rank"]) == 4 + 4 and found["steps"] > 0
+    sent = [r["bytes_sent"] for r in found["by_rank"][:4]]
+    assert max(sent) <= 1.2 * sum(sent) / 4
+
+
+@pytest.mark.parametrize("folder", [a for a in ARCHITECTURES if a.name == "GptOssForCausalLM"], indirect=True)
+def test_what_goes_through_vllms_loader_is_told_with_its_reason_and_is_no_failure(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(folder), "--trainer", "fsdp=4", "--server", "tp=2,ep"]) == 0
+    told = capsys.readouterr().out
+    assert "8 by vLLM's loader (63." in told
+    assert "model.layers.0.mlp.experts.down_proj and 7 more: its experts are loaded by GptOss" in told
+    assert "refused" not in told
 
 
 def test_a_person_reads_ranks_bytes_and_memory(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,15 +9,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.resolver.matrix import DTYPE, Folders, bits, load, move, tensors
+from tests.resolver.matrix import DTYPE, WANT, Folders, bits, fill, load, move, resolved_as, tensors
 from tests.resolver.models import ARCHITECTURES, Architecture
 from torch import nn
 
 from weightsync_engine.layout.boxes import Box
+from weightsync_engine.mover.slab import Slab
+from weightsync_engine.resolve import modules
 from weightsync_engine.resolve.checkpoint import Checkpoint, open_checkpoint
 from weightsync_engine.resolve.experts import KEEPS_WEIGHTS
-from weightsync_engine.resolve.manifest import UNTOLD, resolve
-from weightsync_engine.resolve.offline import Parallel, build_worker
+from weightsync_engine.resolve.manifest import TRANSFORMS, UNTOLD, Resolved, resolve
+from weightsync_engine.resolve.offline import OfflineWorker, Parallel, build_worker
+from weightsync_engine.vllm.shadow import Shadow
 
 EXPERTS = "model.layers.1.mlp.experts.routed_experts"
 
@@ -115,13 +118,13 @@ def test_only_triton_and_kernels_that_say_so_keep_their_weights() -> None:
     def method(kind: type) -> Any:
         return type("Method", (), {"moe_kernel": type("Kernel", (), {"fused_experts": object.__new__(kind)})})
 
-    _check_kernel(method(TritonExperts))
-    _check_kernel(method(BatchedTritonExperts))
+    _check_kernel(method(TritonExperts), "m")
+    _check_kernel(method(BatchedTritonExperts), "m")
     own = type("Own", (), {KEEPS_WEIGHTS: True})
-    _check_kernel(method(own))
+    _check_kernel(method(own), "m")
     for kind in (type("Heir", (own,), {}), type("Heir", (TritonExperts,), {})):
         with pytest.raises(ValueError, match="Heir"):
-            _check_kernel(method(kind))
+            _check_kernel(method(kind), "m")
 
 
 def test_experts_of_four_dimensions_are_refused_with_their_shape(
@@ -238,16 +241,18 @@ def test_absorbed_attention_matrices_that_are_copies_are_refused_with_their_sour
 # ---- parameters without a loader ---------------------------------------------------------------------------
 
 
-def test_a_share_that_the_values_do_not_tell_is_refused(folders: Folders, tmp_path: Path) -> None:
+def test_a_share_that_the_values_do_not_tell_is_left_to_vllms_loader(
+    folders: Folders, tmp_path: Path
+) -> None:
     gpt = named("GptOssForCausalLM")
     values = load(folders(gpt, 1))
     values["model.layers.0.self_attn.sinks"].zero_()
     (tmp_path / "config.json").write_text((folders(gpt, 1) / "config.json").read_text())
     save_file(values, tmp_path / "model.safetensors")
-    model = build_worker(tmp_path, 1, Parallel(2), weights=True, dtype=DTYPE).model
-    with open_checkpoint(str(tmp_path), None, "auto") as checkpoint:
-        resolved = resolve(model, checkpoint).manifest
-    assert resolved.unresolved["model.layers.0.self_attn.sinks"] == UNTOLD
+    worker = build_worker(tmp_path, 1, Parallel(2), weights=True, dtype=DTYPE)
+    resolved = loaded(worker, tmp_path).manifest
+    assert resolved.unresolved == {}
+    assert resolved.fallback["model.layers.0.self_attn.sinks"] == UNTOLD
     (piece,) = [p for p in resolved.pieces if p.name == "model.layers.1.self_attn.sinks"]
     assert piece.box == Box((4,), (4,))
 
@@ -297,3 +302,183 @@ def test_layers_wrapped_for_adapters_are_refused(
     unresolved = resolve(model, checkpoint).manifest.unresolved
     assert list(unresolved) == ["model.layers.0.self_attn.o_proj.weight"]
     assert "LoRA" in unresolved["model.layers.0.self_attn.o_proj.weight"]
+
+
+# ---- vLLM's own loader ---------------------------------------------------------------------------------------
+
+
+def loaded(worker: OfflineWorker, folder: Path) -> Resolved:
+    before = {name: tensor.clone() for name, tensor in tensors(worker.model)}
+    resolved = resolved_as(worker, folder)
+    after = dict(tensors(worker.model))
+    assert after.keys() == before.keys()
+    for name, tensor in after.items():
+        assert torch.equal(bits(tensor), bits(before[name])), f"{name} is not what it was before the trial"
+    return resolved
+
+
+@pytest.fixture
+def gpt(folders: Folders) -> tuple[Path, OfflineWorker]:
+    folder = folders(named("GptOssForCausalLM"), 1)
+    return folder, build_worker(folder, 1, Parallel(2), weights=True, dtype=DTYPE)
+
+
+def test_rows_permuted_within_each_head_are_found_by_their_values(folders: Folders) -> None:
+    """Such a permutation keeps the first and the last row of a head where they are."""
+    folder = folders(ARCHITECTURES[0], 1)
+    worker = build_worker(folder, weights=True, dtype=DTYPE)
+    o_proj = worker.model.get_parameter("model.layers.0.self_attn.o_proj.weight")
+    o_proj.data.copy_(o_proj.data.view(8, 16, 2, 256).transpose(1, 2).reshape(256, 256))
+    said = loaded(worker, folder).manifest.unresolved["model.layers.0.self_attn.o_proj.weight"]
+    assert said.startswith(TRANSFORMS)
+    assert "leaves other values in model.layers.0.self_attn.o_proj.weight" in said
+
+
+def test_a_permutation_that_the_models_loader_makes_is_left_to_it(folders: Folders) -> None:
+    """Llama 4, without the declaration by which it is known: the values tell it too."""
+    llama = named("Llama4ForCausalLM")
+    folder = folders(llama, 1)
+    worker = build_worker(folder, weights=True, dtype=DTYPE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modules, "_permuted", lambda model: {})
+        fallback = loaded(worker, folder).manifest.fallback
+    assert fallback["model.layers.0.self_attn.q_proj.weight"] == TRANSFORMS
+    assert "shares a live tensor" in fallback["model.layers.0.self_attn.v_proj.weight"], (
+        "no tensor is half direct"
+    )
+
+
+def test_a_loader_that_fails_when_it_is_tried_is_not_used(
+    gpt: tuple[Path, OfflineWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, worker = gpt
+    load_weights = worker.model.load_weights
+
+    def once(weights: Any) -> Any:
+        next(iter(weights))
+        raise RuntimeError("loaders work once only")
+
+    monkeypatch.setattr(worker.model, "load_weights", once)
+    manifest = loaded(worker, folder).manifest
+    assert manifest.fallback == {}
+    said = set(manifest.unresolved.values())
+    assert len(said) == 1
+    assert "GptOssRoutedExperts" in min(said) and "loaders work once only" in min(said)
+    monkeypatch.setattr(worker.model, "load_weights", load_weights)
+    assert loaded(worker, folder).manifest.unresolved == {}
+
+
+@pytest.mark.parametrize("kept", ["w13_weight", "w2_bias"])
+def test_a_loader_that_leaves_something_as_it_was_is_not_used(
+    gpt: tuple[Path, OfflineWorker], monkeypatch: pytest.MonkeyPatch, kept: str
+) -> None:
+    folder, worker = gpt
+    load_weights = worker.model.load_weights
+    checkpoints = {"w13_weight": "gate_up_proj", "w2_bias": "down_proj_bias"}[kept]
+    monkeypatch.setattr(
+        worker.model,
+        "load_weights",
+        lambda weights: load_weights((n, t) for n, t in weights if n.rpartition(".")[2] != checkpoints),
+    )
+    manifest = loaded(worker, folder).manifest
+    assert manifest.fallback == {}
+    assert all(
+        f"routed_experts.{kept}" in why.partition("it leaves")[2] for why in manifest.unresolved.values()
+    )
+
+
+def test_a_loader_that_stops_early_or_replaces_memory_is_not_used(
+    gpt: tuple[Path, OfflineWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, worker = gpt
+    load_weights = worker.model.load_weights
+    experts = worker.model.get_submodule("model.layers.0.mlp.experts.routed_experts")
+    with monkeypatch.context() as patch:
+        patch.setattr(worker.model, "load_weights", lambda weights: {next(iter(weights))[0]})
+        assert "left the rest unread" in min(loaded(worker, folder).manifest.unresolved.values())
+
+    def replacing(weights: Any) -> Any:
+        done = load_weights(weights)
+        experts._parameters["w2_weight"] = nn.Parameter(
+            experts.w2_weight.detach().clone(), requires_grad=False
+        )
+        return done
+
+    address = experts.w2_weight.data_ptr()
+    with monkeypatch.context() as patch:
+        patch.setattr(worker.model, "load_weights", replacing)
+        told = loaded(worker, folder).manifest.unresolved
+    assert any("moves model.layers.0.mlp.experts.routed_experts.w2_weight" in why for why in told.values())
+    assert experts.w2_weight.data_ptr() == address
+    assert {name.split(".")[2] for name in told} == {"0"}, "the other layer's experts can be loaded"
+
+
+def test_experts_of_an_unknown_kernel_go_through_vllms_reload_only_if_it_restores_them(
+    gpt: tuple[Path, OfflineWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, worker = gpt
+    for layer in (0, 1):
+        kernel = worker.model.get_submodule(
+            f"model.layers.{layer}.mlp.experts.routed_experts"
+        ).quant_method.moe_kernel
+        kind = type(kernel.fused_experts)
+        other = type("OtherExperts", (kind,), {"__module__": "vllm.x.other"})
+        monkeypatch.setattr(kernel.fused_experts, "__class__", other)
+    told = loaded(worker, folder).manifest
+    assert told.fallback == {}, "gpt-oss's loader writes past a reload, which then keeps the old values"
+    assert all("OtherExperts" in why and "cannot be used" in why for why in told.unresolved.values())
+
+
+def test_a_reload_that_would_move_absorbed_matrices_is_not_used(folders: Folders) -> None:
+    """vLLM's reload makes them anew, and captured graphs would go on to read the old ones."""
+    folder = folders(named("DeepseekV3ForCausalLM"), 1)
+    worker = build_worker(folder, 1, Parallel(2), weights=True, dtype=DTYPE)
+    own = [(n, m) for n, m in worker.model.named_modules() if "W_UV" in m._parameters]
+    for _, module in own:
+        for leaf in ("W_UV", "W_UK_T"):
+            module._parameters[leaf] = nn.Parameter(
+                module._parameters[leaf].data.clone(), requires_grad=False
+            )
+    told = loaded(worker, folder).manifest
+    assert told.fallback == {}
+    for layer in (0, 1):
+        assert "other memory" in told.unresolved[f"model.layers.{layer}.self_attn.kv_b_proj.weight"]
+
+
+def test_a_loader_that_fails_in_a_flip_leaves_the_worker_torn_and_names_the_parameter(
+    gpt: tuple[Path, OfflineWorker], folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, worker = gpt
+    second = folders(named("GptOssForCausalLM"), 2)
+    resolved = loaded(worker, folder)
+    shadow = Shadow(resolved, Slab.create(resolved.slab_bytes))
+    shadow.slab.begin_write()
+    fill(resolved, shadow.slab, load(second))
+    shadow.slab.stamp(WANT.version, 1)
+    load_weights = worker.model.load_weights
+
+    def failing(weights: Any) -> Any:
+        taken = iter(weights)
+        load_weights([next(taken)])
+        next(taken)
+        raise RuntimeError("no more")
+
+    with monkeypatch.context() as patch, worker.within():
+        patch.setattr(worker.model, "load_weights", failing)
+        problem = shadow.flip(WANT)
+    assert problem is not None
+    assert problem.reason == "LoaderFailed"
+    assert sorted(resolved.manifest.fallback)[1] in problem.message and "no more" in problem.message
+    assert shadow.torn and shadow.live is None
+    calls = []
+    with monkeypatch.context() as patch, worker.within():
+        patch.setattr(worker.model, "load_weights", lambda w: calls.append(w) or load_weights(w))
+        assert shadow.flip(WANT) is None
+        assert shadow.flip(WANT) is None, "asked again, it answers as before"
+    assert len(calls) == 1, "one load_weights for a flip"
+    assert not shadow.torn and shadow.live == WANT and 0 < shadow.loader_seconds <= shadow.seconds
+    fresh = build_worker(second, 1, Parallel(2), weights=True, dtype=DTYPE)
+    after = dict(tensors(worker.model))
+    assert all(torch.equal(bits(after[n]), bits(t)) for n, t in tensors(fresh.model))
+    again = {n: shadow.slab.tensor(resolved.manifest.tensors[t]) for n, t in resolved.wholes.items()}
+    assert all(torch.equal(again[n], t) for n, t in load(second).items() if n in again), "it is given copies"

@@ -69,7 +69,8 @@ def _parser() -> argparse.ArgumentParser:
         "plan",
         help="how the weights of a model would travel; needs no GPU, no weights and no cluster",
         description="How the weights of a model would travel from a trainer to vLLM servers: bytes, steps, memory, "
-        "and what cannot be written directly. Needs vLLM and transformers installed, no GPU and no weights.",
+        "what goes through vLLM's own loader, and what is refused. Needs vLLM and transformers installed, no GPU and "
+        "no weights.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="trainer meshes, outermost dimension first:\n"
         + "\n".join(f"  {name:10} {what}" for name, what in DIMENSIONS.items())
@@ -159,7 +160,7 @@ def _title(spec: ServerSpec) -> str:
 
 
 def _without(manifest: WorkerManifest, reasons: dict[str, str], sent: set[str]) -> WorkerManifest:
-    """The manifest without what cannot be written, so that the rest can be planned and shown."""
+    """The manifest without what is refused, so that the rest can be planned and shown."""
     gone = {n for n in reasons if n not in sent}
     return replace(
         manifest,

@@ -25,7 +25,7 @@ class Server:
     count: int
     workers: int
     live_bytes: tuple[int, ...]
-    """By worker: its part of the model, which the shadow repeats."""
+    """By worker: its shadow, which repeats its part of the model and has what goes to vLLM's loader whole."""
 
 
 def report(
@@ -33,30 +33,33 @@ def report(
     sources: Sequence[SourceParameter],
     trainer: str,
     servers: Sequence[Server],
-    not_direct: Mapping[str, str],
-    not_direct_bytes: int,
+    refused: Mapping[str, str],
+    refused_bytes: int,
 ) -> dict[str, Any]:
-    """Everything worth knowing, as plain values (bytes, counts). `not_direct`: parameters that the servers cannot
-    take directly, with the reasons; they are not in the plan."""
+    """Everything worth knowing, as plain values (bytes, counts). `refused`: parameters that the servers cannot take
+    at all, with the reasons; they are not in the plan."""
     costs = rank_costs(plan)
     snapshot = _snapshots(sources, plan.trainer_ranks)
     shadow = [b for s in servers for b in s.live_bytes * s.count]
     senders, receivers = costs[: plan.trainer_ranks], costs[plan.trainer_ranks :]
-    travelling = sum(math.prod(s.shape) * DTYPE_BYTES[s.dtype] for s in sources)
-    total = travelling + not_direct_bytes
+    travelling = {s.name: math.prod(s.shape) * DTYPE_BYTES[s.dtype] for s in sources}
+    loaded = sum(n for name, n in travelling.items() if name in plan.fallback)
+    total = sum(travelling.values()) + refused_bytes
     between = links(plan)
     return {
         "trainer": {"mesh": trainer, "ranks": plan.trainer_ranks},
         "servers": [{"title": s.title, "count": s.count, "workers": s.workers} for s in servers],
         "parameters": {
-            "all": len(sources) + len(not_direct),
+            "all": len(sources) + len(refused),
             "direct": len(sources) - len(plan.fallback),
-            "not_direct": dict(sorted({**plan.fallback, **not_direct}.items())),
+            "by_loader": plan.fallback,
+            "refused": dict(sorted(refused.items())),
             "tied": dict(sorted(plan.tied.items())),
         },
         "bytes": {
             "model": total,
-            "direct_share": travelling / total if total else 0.0,
+            "direct_share": (total - loaded - refused_bytes) / total if total else 0.0,
+            "loader_share": loaded / total if total else 0.0,
             "received_by_all": plan.bytes_received,
         },
         "steps": len(plan.steps),
@@ -109,6 +112,8 @@ def text(found: Mapping[str, Any], reasons: int = 8) -> str:
         f"trainer     {found['trainer']['mesh']}: {found['trainer']['ranks']} ranks",
         f"servers     {servers}",
         f"parameters  {p['all']}: {p['direct']} direct ({b['direct_share']:.1%} of {size(b['model'])})"
+        + (f", {len(p['by_loader'])} by vLLM's loader ({b['loader_share']:.1%})" if p["by_loader"] else "")
+        + (f", {len(p['refused'])} refused" if p["refused"] else "")
         + (f", {len(p['tied'])} tied" if p["tied"] else ""),
         f"plan        {found['steps']} steps, {size(b['received_by_all'])} received by all workers together, "
         f"digest {found['digest']}",
@@ -130,10 +135,15 @@ def text(found: Mapping[str, Any], reasons: int = 8) -> str:
     row("  shadow", w["shadow_bytes"])
     row("  staging", w["staging_bytes"])
     row(f"a link carries ({found['links']['count']:.0f})", found["links"])
-    if p["not_direct"]:
-        lines += ["", f"not direct: {len(p['not_direct'])} parameters"]
+    for title, told in (
+        ("by vLLM's loader, whole to every worker that holds a part", p["by_loader"]),
+        ("refused", p["refused"]),
+    ):
+        if not told:
+            continue
+        lines += ["", f"{title}: {len(told)} parameters"]
         by_reason: dict[str, list[str]] = {}
-        for name, reason in p["not_direct"].items():
+        for name, reason in told.items():
             by_reason.setdefault(reason, []).append(name)
         for reason, names in list(by_reason.items())[:reasons]:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""

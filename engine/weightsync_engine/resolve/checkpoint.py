@@ -17,6 +17,12 @@ from safetensors import SafetensorError, safe_open
 
 from ..layout.boxes import Box
 
+_DTYPES = {
+    "F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+
 
 class NoCheckpoint(Exception):
     """There is nothing to compare with; the text says why."""
@@ -28,12 +34,16 @@ class Checkpoint:
     def __init__(self, files: list[Path]) -> None:
         self._stack = contextlib.ExitStack()
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
+        """Names of torch dtypes; of types that have none, the file's own name."""
         self._files: dict[str, Any] = {}
         try:
             for file in files:
                 opened = self._stack.enter_context(safe_open(file, framework="pt"))
                 for name in opened.keys():  # noqa: SIM118 - not a mapping
-                    self.shapes[name] = tuple(opened.get_slice(name).get_shape())
+                    header = opened.get_slice(name)
+                    self.shapes[name] = tuple(header.get_shape())
+                    self.dtypes[name] = _DTYPES.get(header.get_dtype(), header.get_dtype())
                     self._files[name] = opened
         except (OSError, SafetensorError) as e:
             self._stack.close()
@@ -48,6 +58,11 @@ class Checkpoint:
     def close(self) -> None:
         """Idempotent."""
         self._stack.close()
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A whole parameter, in the checkpoint's dtype."""
+        tensor: torch.Tensor = self._files[name].get_tensor(name)
+        return tensor
 
     def sample(self, name: str, box: Box, whole: bool = False) -> Iterator[tuple[Box, torch.Tensor]]:
         """A few rows of a box of a parameter, or all of it: each with its own box, in the checkpoint's dtype.

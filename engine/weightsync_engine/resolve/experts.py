@@ -15,7 +15,7 @@ from torch import nn
 
 from ..layout.boxes import Box
 from .placement import LiveTensor, Slot
-from .shards import Run, Unresolvable, even
+from .shards import Rerun, Run, Unresolvable, even
 
 KEEPS_WEIGHTS = "weightsync_keeps_weights"
 """Attribute of an experts kernel (a class) from elsewhere that says: it computes from `w13` and `w2` as they
@@ -35,11 +35,6 @@ def describe_experts(
     kind = type(module)
     if not isinstance(module, RoutedExperts):
         raise Unresolvable(f"its experts are kept by {kind.__name__}, whose layout is not known")
-    if (kind.load_weights, kind.weight_loader) != (RoutedExperts.load_weights, RoutedExperts.weight_loader):
-        raise Unresolvable(f"its experts are loaded by {kind.__name__}, which is not known to copy plainly")
-    loader = getattr(parameter, "weight_loader", None)
-    if loader != module.weight_loader:
-        raise Unresolvable("its loader is not the one of its experts")
     method = module.quant_method
     if type(method).__name__ != "UnquantizedFusedMoEMethod":
         raise Unresolvable(f"its experts are kept in the form of {type(method).__name__}")
@@ -52,7 +47,7 @@ def describe_experts(
     if module.expert_map_manager.num_fused_shared_experts:
         raise Unresolvable("its shared experts are fused with the routed ones")
     if not planned:
-        _check_kernel(method)
+        _check_kernel(method, base.name.rpartition(".")[0])
     hidden, inner = config.hidden_dim, config.intermediate_size_per_partition
     for padded, plain in (
         (hidden, config.hidden_dim_unpadded),
@@ -60,6 +55,13 @@ def describe_experts(
     ):
         if plain is not None and padded != plain:
             raise Unresolvable(f"its kernel pads experts from {plain} to {padded}")
+    # What is above decides whether loading is all that vLLM does to them; what follows, how it loads.
+    if (kind.load_weights, kind.weight_loader) != (RoutedExperts.load_weights, RoutedExperts.weight_loader):
+        raise Unresolvable(
+            f"its experts are loaded by {kind.__name__}, which is not known to copy plainly", Rerun()
+        )
+    if getattr(parameter, "weight_loader", None) != module.weight_loader:
+        raise Unresolvable("its loader is not the one of its experts", Rerun())
     local = {e: int(module._map_global_expert_id_to_local_expert_id(e)) for e in range(config.num_experts)}
     held = {e: at for e, at in local.items() if at >= 0}
     if sorted(held.values()) != list(range(module.local_num_experts)):
@@ -181,8 +183,9 @@ def _blocks(held: dict[int, int]) -> Iterator[tuple[int, int, int]]:
         yield first, place, length
 
 
-def _check_kernel(method: Any) -> None:
-    """Refuse a kernel that is not known to compute from the weights as they were loaded."""
+def _check_kernel(method: Any, path: str) -> None:
+    """Refuse a kernel that is not known to compute from the weights as they were loaded. `path`: of the module
+    whose experts they are."""
     kernel = getattr(method, "moe_kernel", None)
     experts = getattr(kernel, "fused_experts", None)
     if experts is None:
@@ -197,5 +200,6 @@ def _check_kernel(method: Any) -> None:
         )
     raise Unresolvable(
         f"its experts are computed by {kind.__name__}, which is not known to keep weights as they are loaded; "
-        "start vLLM with --moe-backend triton"
+        "start vLLM with --moe-backend triton",
+        Rerun((path,)),
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,9 +15,12 @@ from ..layout.boxes import Box
 from ..layout.tensors import Expected, Piece, WorkerManifest, region_at
 from ..mover.slab import plan_slab
 from .checkpoint import Checkpoint
+from .fallback import fall_back, give_up
+from .loader import ModelLoader
 from .modules import dtype_name, name_rules, read_model
 from .names import CheckpointNames
-from .placement import Placed, Placement, place
+from .placement import LiveTensor, Placed, Placement, place
+from .shards import Rerun
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +48,14 @@ class Resolved:
 
     direct_bytes: int = 0
     """Of this worker's weights: what is written directly."""
+    loader_bytes: int = 0
+    """What vLLM's own loader fills; `manifest.fallback` has the reasons."""
     other_bytes: int = 0
-    """What is not; `manifest.unresolved` has the reasons."""
+    """What is neither; `manifest.unresolved` has the reasons."""
+    loader: ModelLoader | None = None
+    """Fills the rest of the live model from the slab tensors of `wholes`."""
+    wholes: dict[str, str] = field(default_factory=dict)
+    """Checkpoint name -> slab tensor that holds the whole of it for the loader."""
 
     def copies(self, slab: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """What the flip copies: (name, live memory, the same region of `slab`'s tensor)."""
@@ -70,8 +80,12 @@ def resolve(
     *,
     planned: bool = False,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
+    config: Any = None,
 ) -> Resolved:
     """Resolve a loaded model.
+
+    What vLLM's own loader is to do is tried here, with the checkpoint's values; live tensors are as before when this
+    returns.
 
     Args:
         model: the worker's own part of the model, loaded and post-processed.
@@ -80,30 +94,44 @@ def resolve(
         refuse: a reason that concerns the whole model: then every parameter is unresolved with it.
         planned: the model has shapes only; nothing can be compared, and of the checkpoint only the shapes count.
         shapes: of the checkpoint's parameters by name, where they are known without one.
+        config: vLLM's `VllmConfig`; without it nothing can go through vLLM's layerwise reload.
     """
     described = list(read_model(model, planned))
     live = [tensor for tensor, _ in described]
     if refuse:
-        live = [dataclasses.replace(tensor, problem=refuse) for tensor in live]
+        live = [dataclasses.replace(tensor, problem=refuse, rerun=None) for tensor in live]
     memory = {tensor.name: data for tensor, data in described}
     if checkpoint is not None:
         shapes = checkpoint.shapes
-    placement = place(live, CheckpointNames(name_rules(model), shapes), shapes)
+    names = CheckpointNames(name_rules(model), shapes)
+    placement = place(live, names, shapes)
     if not planned:
         placement = compared(placement, memory, checkpoint, why_none)
+    placement, loader = _with_loader(placement, live, names, shapes, model, checkpoint, config, planned)
 
     pieces = tuple(Piece(p.name, p.box, p.live, p.at) for p in placement.placed)
     views = {piece.tensor: memory[piece.tensor].detach() for piece in pieces}
-    tensors, size = plan_slab((name, tuple(v.shape), dtype_name(v.dtype)) for name, v in views.items())
+    wholes = {name: f"{name} (whole)" for name in sorted(placement.fallback)}
+    whole = {name: placement.expected[name] for name in wholes}
+    pieces += tuple(
+        Piece(name, Box.whole(whole[name].shape), tensor, (0,) * len(whole[name].shape))
+        for name, tensor in wholes.items()
+    )
+    tensors, size = plan_slab(
+        [(name, tuple(v.shape), dtype_name(v.dtype)) for name, v in views.items()]
+        + [(tensor, whole[name].shape, whole[name].dtype) for name, tensor in wholes.items()]
+    )
     manifest = WorkerManifest(
         expected={name: Expected(whole.shape, whole.dtype) for name, whole in placement.expected.items()},
         pieces=pieces,
         tensors=tensors,
         unresolved=placement.unresolved,
         aliases=placement.aliases,
+        fallback=placement.fallback,
     )
     shared = frozenset(views) & placement.shared
-    direct, other = 0, 0
+    direct, other, loaded = 0, 0, 0
+    by_loader = {name for group in (loader.groups if loader else ()) for name in group.live}
     sizes: dict[str | None, int] = {}
     for piece in pieces:
         sizes[piece.tensor] = sizes.get(piece.tensor, 0) + piece.box.size
@@ -111,11 +139,45 @@ def resolve(
     for storage, tensor in {tensor.storage: tensor for tensor in live}.items():
         name = held.get(storage)
         data = memory[name or tensor.name]
+        if tensor.name in by_loader:
+            loaded += data.numel() * data.element_size()
+            continue
         planned_here = sizes.get(name, 0) * data.element_size()
         direct += planned_here
         if name in shared or (name is None and not tensor.optional):
             other += data.numel() * data.element_size() - planned_here
-    return Resolved(manifest, size, views, "" if checkpoint is not None else why_none, shared, direct, other)
+    return Resolved(
+        manifest, size, views, "" if checkpoint is not None else why_none, shared,
+        direct, loaded, other, loader, wholes,
+    )  # fmt: skip
+
+
+def _with_loader(
+    placement: Placement,
+    live: list[LiveTensor],
+    names: CheckpointNames,
+    shapes: Mapping[str, tuple[int, ...]] | None,
+    model: nn.Module,
+    checkpoint: Checkpoint | None,
+    config: Any,
+    planned: bool,
+) -> tuple[Placement, ModelLoader | None]:
+    """What cannot be written directly goes to vLLM's loader, if that can be seen to do right by it."""
+    if checkpoint is None and not planned:
+        return placement, None
+    dtypes = checkpoint.dtypes if checkpoint is not None else {}
+    placement, groups = fall_back(placement, live, names, shapes, dtypes)
+    unfit = {group: ModelLoader(model, [group], config).unfit(group, planned) for group in groups}
+    failed = {group: why for group, why in unfit.items() if why}
+    loader = ModelLoader(model, [group for group in groups if group not in failed], config)
+    if loader.groups and checkpoint is not None and not planned:
+        source, device = checkpoint, next(model.parameters()).device
+        failed |= loader.rehearse(lambda name: source.whole(name).to(device))
+    for group, why in failed.items():
+        placement = give_up(placement, group, why)
+    if failed:
+        loader = ModelLoader(model, [group for group in groups if group not in failed], config)
+    return placement, loader if loader.groups else None
 
 
 def region_of(tensor: torch.Tensor, region: Box) -> torch.Tensor:
@@ -133,7 +195,7 @@ def compared(
     placement: Placement, memory: dict[str, torch.Tensor], checkpoint: Checkpoint | None, why_none: str
 ) -> Placement:
     """The placement without what does not hold the checkpoint's own values, as far as a sample tells."""
-    unresolved = dict(placement.unresolved)
+    unresolved, reruns = dict(placement.unresolved), dict(placement.reruns)
     known = () if checkpoint is None else checkpoint.shapes
     for name in placement.must_compare.difference(known):
         unresolved[name] = (
@@ -149,12 +211,12 @@ def compared(
             part = Placed(placed.name, box, placed.live, _moved(placed, box))
             view = view_of(memory[placed.live], part)
             if not torch.equal(view, values.to(device=view.device, dtype=view.dtype)):
-                unresolved[placed.name] = TRANSFORMS
+                unresolved[placed.name], reruns[placed.name] = TRANSFORMS, Rerun()
                 break
         if (other := placement.guessed.get(placed.name)) is not None and placed.name not in unresolved:
             mine, theirs = checkpoint.sample(placed.name, placed.box), checkpoint.sample(placed.name, other)
             if all(torch.equal(a, b) for (_, a), (_, b) in zip(mine, theirs, strict=True)):
-                unresolved[placed.name] = UNTOLD
+                unresolved[placed.name], reruns[placed.name] = UNTOLD, Rerun()
     if unresolved == placement.unresolved:
         return placement
     return dataclasses.replace(
@@ -162,6 +224,7 @@ def compared(
         expected={name: whole for name, whole in placement.expected.items() if name not in unresolved},
         placed=tuple(placed for placed in placement.placed if placed.name not in unresolved),
         unresolved=unresolved,
+        reruns=reruns,
         shared=placement.shared | {p.live for p in placement.placed if p.name in unresolved},
     )
 

@@ -20,7 +20,7 @@ from ..layout.tensors import DTYPE_BYTES
 from .experts import describe_experts
 from .names import NameRules
 from .placement import LiveTensor
-from .shards import Unresolvable, even, merged, qkv, vocabulary
+from .shards import Rerun, Unresolvable, even, merged, qkv, vocabulary
 
 EMPTY = (
     "its live tensor is empty: this build of vLLM keeps a packed copy of the weights in place of them, "
@@ -85,7 +85,8 @@ def read_model(model: nn.Module, planned: bool = False) -> Iterator[tuple[LiveTe
         for leaf, parameter in module._parameters.items():
             if parameter is not None:
                 paths.setdefault((id(module), leaf), []).append((f"{path}.{leaf}" if path else leaf, module))
-    derived, problems = _derived(model)
+    derived, problems, sources = _derived(model)
+    problems |= _permuted(model)
     elsewhere = {id(m._parameters[leaf]) for (_, leaf), ((_, m), *_) in paths.items() if not _is_moe(m)}
     for (_, leaf), named in paths.items():
         (name, module), *others = named
@@ -109,10 +110,11 @@ def read_model(model: nn.Module, planned: bool = False) -> Iterator[tuple[LiveTe
         for one in names:
             try:
                 if id(parameter) in problems:
-                    raise Unresolvable(problems[id(parameter)])
+                    raise problems[id(parameter)]
                 yield _describe(one, module, leaf, parameter, planned), data
             except Unresolvable as e:
-                yield dataclasses.replace(one, problem=str(e)), data
+                source = sources.get(id(parameter))
+                yield dataclasses.replace(one, problem=str(e), rerun=e.rerun, source=source), data
     yield from _buffers(model)
 
 
@@ -146,12 +148,14 @@ def _storage(data: torch.Tensor, name: str) -> Any:
     return (data.device, memory, data.storage_offset(), tuple(data.shape), data.stride())
 
 
-def _derived(model: nn.Module) -> tuple[set[int], dict[int, str]]:
+def _derived(model: nn.Module) -> tuple[set[int], dict[int, Unresolvable], dict[int, Any]]:
     """What attention modules keep of their `kv_b_proj` (absorbed MLA): parameters that are views of its weight,
-    by id; and weights, by id, of which something is a copy, with the reason not to write them."""
+    by id; weights, by id, of which something is a copy, with the reason not to write them; and of the copies,
+    by id, the storage of the weight."""
     views: set[int] = set()
-    problems: dict[int, str] = {}
-    for module in model.modules():
+    problems: dict[int, Unresolvable] = {}
+    sources: dict[int, Any] = {}
+    for path, module in model.named_modules():
         source = getattr(getattr(module, "kv_b_proj", None), "weight", None)
         if not isinstance(source, torch.Tensor):
             continue
@@ -161,15 +165,37 @@ def _derived(model: nn.Module) -> tuple[set[int], dict[int, str]]:
             if _same_memory(tensor, source):
                 views.add(id(tensor))
             else:
-                problems[id(source)] = problems[id(tensor)] = _DERIVED_COPY.format(name)
-    for module in model.modules():
+                problems[id(source)] = problems[id(tensor)] = Unresolvable(
+                    _DERIVED_COPY.format(name), Rerun((path,))
+                )
+                sources[id(tensor)] = _storage(source.data, f"{path}.kv_b_proj.weight")
+    for path, module in model.named_modules():
         # Attention sinks: some kernels keep them in another dtype.
         sinks = module._parameters.get("sinks")
-        for part in () if sinks is None else module.modules():
+        for below, part in () if sinks is None else module.named_modules(prefix=path):
             kept = getattr(getattr(part, "impl", None), "sinks", None)
             if sinks is not None and isinstance(kept, torch.Tensor) and not _same_memory(kept, sinks):
-                problems[id(sinks)] = _DERIVED_COPY.format(f"its kernel's sinks of {dtype_name(kept.dtype)}")
-    return views, problems
+                problems[id(sinks)] = Unresolvable(
+                    _DERIVED_COPY.format(f"its kernel's sinks of {dtype_name(kept.dtype)}"), Rerun((below,))
+                )
+    return views, problems, sources
+
+
+def _permuted(model: nn.Module) -> dict[int, Unresolvable]:
+    """Parameters, by id, of models that declare that they permute q and k as they load them (Llama 4). Without this
+    the values would tell, where there are values."""
+    from vllm.model_executor.layers.linear import QKVParallelLinear
+
+    return {
+        id(parameter): Unresolvable(
+            "its live tensor holds q and k, whose rows the model permutes as it loads them", Rerun()
+        )
+        for part in model.modules()
+        if callable(getattr(type(part), "permute_qk_weight_for_rotary", None))
+        for module in part.modules()
+        if isinstance(module, QKVParallelLinear)
+        for parameter in module.parameters(recurse=False)
+    }
 
 
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -190,7 +216,7 @@ def _is_moe(module: nn.Module) -> bool:
 def _describe(
     base: LiveTensor, module: nn.Module, leaf: str, parameter: nn.Parameter, planned: bool
 ) -> LiveTensor:
-    data = parameter.data
+    data, path = parameter.data, base.name.rpartition(".")[0]
     if data.is_meta and not planned:
         raise Unresolvable("its live tensor has no memory (meta device)")
     if data.numel() == 0:
@@ -207,14 +233,14 @@ def _describe(
         return describe_experts(base, module, leaf, parameter, planned)
     method = getattr(module, "quant_method", None)
     if method is not None and type(method).__name__ not in _PLAIN_METHODS:
-        raise Unresolvable(f"its layer keeps weights in the form of {type(method).__name__}")
+        raise Unresolvable(f"its layer keeps weights in the form of {type(method).__name__}", Rerun((path,)))
     if any(getattr(parameter, a, None) is not None for a in _QUANTISED) or any(
         bool(getattr(parameter, a, False)) for a in _TRANSFORMED
     ):
         raise Unresolvable("its loader packs or transposes values")
     derived = next((a for a in _DERIVED if getattr(module, a, None) is not None), None)
     if derived:
-        raise Unresolvable(_DERIVED_COPY.format(derived))
+        raise Unresolvable(_DERIVED_COPY.format(derived), Rerun((path,)))
     if leaf == "weight" and not planned and not _forward_reads(module, data):
         raise Unresolvable(
             "its layer computes with a packed copy of it, made after load, which would keep the old values"
@@ -292,10 +318,10 @@ def _sharded(base: LiveTensor, module: Any, leaf: str, parameter: nn.Parameter) 
                 return dataclasses.replace(base, runs=tuple(runs), dim=dim)
         runs = []
     else:
-        raise Unresolvable(f"its loader is not known to copy plainly: {_title(function)}")
+        raise Unresolvable(f"its loader is not known to copy plainly: {_title(function)}", Rerun())
 
     if owner is not module:
-        raise Unresolvable(f"its loader {_title(function)} belongs to another module")
+        raise Unresolvable(f"its loader {_title(function)} belongs to another module", Rerun())
     if dim is None:
         # Without a cut dimension these loaders give every worker the whole.
         return base

@@ -54,6 +54,7 @@ class CheckpointNames:
     def __init__(self, rules: NameRules, known: Iterable[str] | None) -> None:
         self.rules = rules
         self._by_live: dict[str, list[str]] | None = None
+        self._by_path: dict[str, list[str]] | None = None
         if known is not None:
             self._by_live = {}
             for name in known:
@@ -80,6 +81,18 @@ class CheckpointNames:
         # A model declares a rewriting because its checkpoints need it, though vLLM's own name passes as well.
         other = [name for name in guesses if name != live and name.endswith(ending)]
         return other or [name for name in guesses if name.endswith(ending)]
+
+    def under(self, path: str) -> list[str]:
+        """All checkpoint names that vLLM would load somewhere below the module `path`, sorted. Only where names
+        are known."""
+        if self._by_path is None:
+            self._by_path = {}
+            for live, names in sorted((self._by_live or {}).items()):
+                at = live.rfind(".")
+                while at > 0:
+                    self._by_path.setdefault(live[:at], []).extend(names)
+                    at = live.rfind(".", 0, at)
+        return sorted(self._by_path.get(path, ()))
 
     def _guesses(self, live: str) -> Collection[str]:
         def undo(

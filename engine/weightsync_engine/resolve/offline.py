@@ -141,6 +141,12 @@ class OfflineWorker:
     rank: int
     parallel: Parallel
 
+    @contextlib.contextmanager
+    def within(self) -> Iterator[None]:
+        """vLLM's process-wide state as this worker has it: for what asks for it, as loaders do."""
+        with _vllm_state(self.parallel, self.rank):
+            yield
+
 
 def build_worker(
     model: str | Path | Mapping[str, Any],

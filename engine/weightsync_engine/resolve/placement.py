@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from ..layout.boxes import Box
 from .names import CheckpointNames
-from .shards import Run, Unresolvable, fused
+from .shards import Rerun, Run, Unresolvable, fused
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,10 @@ class LiveTensor:
     """It may well be no checkpoint's (a buffer): then it is left out."""
     problem: str = ""
     """Why it cannot be written directly."""
+    rerun: Rerun | None = None
+    """With a problem: how vLLM's own loader could fill it, if at all."""
+    source: Hashable = None
+    """With a problem: the storage of the live tensor that it was computed from after load."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,12 @@ class Placement:
     """Names in `expected` that are believed only after a comparison with the checkpoint's values."""
     shared: frozenset[str] = frozenset()
     """Live tensors that hold something unresolved beside what is placed in them."""
+    reruns: dict[str, Rerun] = field(default_factory=dict)
+    """Of names in `unresolved`: what vLLM's loader could do for them."""
+    holds: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Live tensor -> the checkpoint parameters in it, where they can be told, resolved or not."""
+    fallback: dict[str, str] = field(default_factory=dict)
+    """Names in `expected` that go whole to vLLM's loader, each with the reason. They are not placed."""
     guessed: dict[str, Box] = field(default_factory=dict)
     """Names whose box is told by nothing but the shapes: the box of another worker, whose values must differ."""
 
@@ -112,21 +122,32 @@ def place(
     unresolved: dict[str, str] = {}
     compare: set[str] = set()
     guessed: dict[str, Box] = {}
+    reruns: dict[str, Rerun] = {}
+    holds: dict[str, tuple[str, ...]] = {}
     first: dict[Hashable, tuple[str, tuple[str, ...]]] = {}
     tied: list[tuple[LiveTensor, str, tuple[str, ...]]] = []
 
     tensors = list(live)
     # What is wrong with a tensor under one of its names is wrong with the memory.
-    problems = {tensor.storage: tensor.problem for tensor in tensors if tensor.problem}
+    problems = {tensor.storage: tensor for tensor in tensors if tensor.problem}
+
+    def refuse(name: str, reason: str, rerun: Rerun | None = None) -> None:
+        unresolved[name] = reason
+        if rerun is not None:
+            reruns[name] = rerun
+
     for tensor in sorted(tensors, key=lambda t: t.borrowed):
         if tensor.optional and not (names.known and names.find(tensor.name)):
             continue
         if tensor.storage in problems:
-            for name in _names_or_live(tensor, names):
-                unresolved[name] = problems[tensor.storage]
+            told = _names_or_live(tensor, names)
+            if told != [tensor.name] or (shapes is not None and tensor.name in shapes):
+                holds[tensor.name] = tuple(told)
+            for name in told:
+                refuse(name, problems[tensor.storage].problem, problems[tensor.storage].rerun)
             continue
         if tensor.borrowed and tensor.storage not in first:
-            unresolved[tensor.name] = "the module that owns it is not part of the model"
+            refuse(tensor.name, "the module that owns it is not part of the model")
             continue
         if tensor.storage in first:
             tied.append((tensor, *first[tensor.storage]))
@@ -136,17 +157,19 @@ def place(
             parts = _parts(tensor, names)
             if tensor.must_compare and shapes is not None:
                 parts, guess = _share(tensor, parts, shapes)
+            holds[tensor.name] = tuple(dict.fromkeys(n for n, _, _ in parts))
             for name, whole, _ in parts:
                 known = None if shapes is None else shapes.get(name)
                 if known is not None and known != whole:
                     raise Unresolvable(
                         f"the checkpoint has {name} as {list(known)}, but the live tensor {tensor.name} of "
-                        f"{list(tensor.shape)} would be a share of {list(whole)}"
+                        f"{list(tensor.shape)} would be a share of {list(whole)}",
+                        Rerun(),
                     )
                 if name in expected and name not in {n for n, _, _ in parts}:
                     raise Unresolvable(f"two live tensors claim the checkpoint parameter {name}")
         except Unresolvable as e:
-            unresolved[tensor.name] = str(e)
+            refuse(tensor.name, str(e), e.rerun)
             continue
         first[tensor.storage] = (tensor.name, tuple(dict.fromkeys(n for n, _, _ in parts)))
         for name, whole, pieces in parts:
@@ -158,14 +181,18 @@ def place(
                 guessed[name] = guess
 
     for tensor, other, targets in tied:
+        holds[tensor.name] = targets
         # The other name of the same memory: whichever of the two the trainer sends, one write covers both.
         found = names.find(tensor.name)
         if len(targets) != 1 or len(found) > 1:
-            unresolved[tensor.name] = f"it is the same memory as {other}, which holds {', '.join(targets)}"
+            refuse(tensor.name, f"it is the same memory as {other}, which holds {', '.join(targets)}")
         alias = found[0] if found else tensor.name
         if alias != targets[0]:
             aliases[alias] = targets[0]
-    return Placement(expected, tuple(placed), aliases, unresolved, frozenset(compare), guessed=guessed)
+    return Placement(
+        expected, tuple(placed), aliases, unresolved, frozenset(compare),
+        guessed=guessed, reruns=reruns, holds=holds,
+    )  # fmt: skip
 
 
 _Parts = list[tuple[str, tuple[int, ...], list[Placed]]]
@@ -212,7 +239,8 @@ def _parts(tensor: LiveTensor, names: CheckpointNames) -> _Parts:
         (name,), *more = _find(tensor, names)
         if more:
             raise Unresolvable(
-                f"{tensor.name} packs several parameters, and its layer does not say where each one is"
+                f"{tensor.name} packs several parameters, and its layer does not say where each one is",
+                Rerun(),
             )
         origin = (0,) * len(tensor.shape)
         return [(name, tensor.shape, [Placed(name, Box.whole(tensor.shape), tensor.name, origin)])]
@@ -224,7 +252,8 @@ def _parts(tensor: LiveTensor, names: CheckpointNames) -> _Parts:
     else:
         raise Unresolvable(
             f"the model packs {len(found)} checkpoint parameters into {tensor.name}, "
-            f"whose layer has {len(tensor.runs)} partitions"
+            f"whose layer has {len(tensor.runs)} partitions",
+            Rerun(),
         )
     result = []
     for name, runs in groups:
@@ -250,7 +279,7 @@ def _slots(tensor: LiveTensor, names: CheckpointNames) -> list[tuple[str, tuple[
         else:
             return [(name, whole, pieces) for name, (whole, pieces) in found.items()]
     wanted = " nor ".join(slots[0].name for slots in tensor.slots)
-    raise Unresolvable(f"the checkpoint has neither {wanted}, which {tensor.name} would hold")
+    raise Unresolvable(f"the checkpoint has neither {wanted}, which {tensor.name} would hold", Rerun())
 
 
 def _piece(tensor: LiveTensor, name: str, run: Run) -> Placed:
@@ -286,10 +315,11 @@ def _find_as(live: str, tensor: LiveTensor, names: CheckpointNames) -> list[list
             raise Unresolvable(
                 f"no parameter of the checkpoint maps to {live}"
                 if names.known
-                else f"no checkpoint name can be told for {live}"
+                else f"no checkpoint name can be told for {live}",
+                Rerun(),
             )
         if len(own) > 1:
-            raise Unresolvable(f"{', '.join(own)} all map to {live}")
+            raise Unresolvable(f"{', '.join(own)} all map to {live}", Rerun())
         return [own]
     stem, components = packed
     groups = []
@@ -299,7 +329,8 @@ def _find_as(live: str, tensor: LiveTensor, names: CheckpointNames) -> list[list
         if len(group) != 1:
             raise Unresolvable(
                 f"{live} packs {wanted}, "
-                + (f"to which {', '.join(group)} all map" if group else "which the checkpoint does not have")
+                + (f"to which {', '.join(group)} all map" if group else "which the checkpoint does not have"),
+                Rerun(),
             )
         groups.append(group)
     return groups

@@ -10,8 +10,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 
+@dataclass(frozen=True, slots=True)
+class Rerun:
+    """vLLM's own loader can fill a live tensor again, with the checkpoint's whole parameters."""
+
+    modules: tuple[str, ...] = ()
+    """Paths of modules that do more to it after load (another layout, something derived): these go through
+    vLLM's layerwise reload. None: loading is all there is."""
+
+
 class Unresolvable(ValueError):
-    """Why a live tensor cannot be written directly. The text is shown to the user as it is."""
+    """Why a live tensor cannot be written directly. The text is shown to the user as it is.
+
+    `rerun`: what vLLM's loader could do instead; None: nothing that is known to be right.
+    """
+
+    def __init__(self, text: str, rerun: Rerun | None = None) -> None:
+        super().__init__(text)
+        self.rerun = rerun
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,7 +132,7 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
                 why = str(e)
                 log.warning("live weights are not compared with a checkpoint: %s", why)
         try:
-            self.resolved = resolve(self.model, checkpoint, why, refuse)
+            self.resolved = resolve(self.model, checkpoint, why, refuse, config=self.vllm_config)
         finally:
             if checkpoint is not None:
                 checkpoint.close()
@@ -146,6 +146,8 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
             for name, reason in unresolved.items():
                 log.info("not resolved: %s: %s", name, reason)
             return  # no shadow for a round that cannot be
+        for name, reason in self.resolved.manifest.fallback.items():
+            log.info("by vLLM's loader: %s: %s", name, reason)
         if self.device.type not in ("cpu", "cuda"):
             message = f"weights on {self.device.type} are not supported: only CUDA devices and the CPU are"
             self.problem = Problem(reason="NotSupported", message=message)
@@ -179,9 +181,10 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
                 self.problem = Problem(reason="MoverNotUp", message=why[:1024])
                 log.error("%s", why)
         log.info(
-            "weightsync worker %d: %d parameters, shadow of %d bytes",
+            "weightsync worker %d: %d parameters (%d by vLLM's loader), shadow of %d bytes",
             self.rank,
             len(self.resolved.manifest.expected),
+            len(self.resolved.manifest.fallback),
             self.resolved.slab_bytes,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 
@@ -9,8 +10,11 @@ import torch
 
 from ..mover.slab import Slab
 from ..protocol.messages import Problem, Published
+from ..resolve.loader import LoaderError
 from ..resolve.manifest import Resolved
 from ..transport.copies import copy_all, same_bits
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,7 @@ class Flipped:
 
 class Shadow:
     """The slab beside the live weights. Its mover writes it; `flip` copies it over, in the worker's own
-    thread.
+    thread, and gives to vLLM's loader what cannot be copied.
 
     What is live is a fact kept here, in the process that holds the weights: an agent that restarts asks for
     it.
@@ -38,7 +42,9 @@ class Shadow:
         self.torn = False
         """A copy began and did not end: the live weights are of no one version."""
         self.seconds = 0.0
-        """Duration of the last copy."""
+        """Duration of the last flip's copies, vLLM's loader included."""
+        self.loader_seconds = 0.0
+        """The loader's share of it."""
         held = {name: slab.tensor(place) for name, place in resolved.manifest.tensors.items()}
         with torch.inference_mode():
             # What no piece fills (the padding of a vocabulary) stays as it is live.
@@ -48,6 +54,8 @@ class Shadow:
         self._names = [name for name, _, _ in copies]
         self._live = [live for _, live, _ in copies]
         self._next = [new for _, _, new in copies]
+        self._loader = resolved.loader
+        self._wholes = {name: held[tensor] for name, tensor in resolved.wholes.items()}
 
     def flip(self, want: Flipped) -> Problem | None:
         """Make the shadow live if it holds exactly what was decided. Repeated calls answer as the first.
@@ -73,11 +81,14 @@ class Shadow:
             if self._live:
                 copy_all(self._live, self._next)
             self._synchronise()
-            if first and (unlike := self._unlike()) is not None:
-                return Problem(
-                    reason="FlipNotExact",
-                    message=f"after the copy {unlike} differs from what was verified: restart this server",
-                )
+        if (problem := self._load()) is not None:
+            return problem
+        # After the loader, which must not have touched it either.
+        if first and (unlike := self._unlike()) is not None:
+            return Problem(
+                reason="FlipNotExact",
+                message=f"after the copy {unlike} differs from what was verified: restart this server",
+            )
         if self.slab.read_stamp() != wanted:
             return Problem(
                 reason="ShadowOverwritten",
@@ -85,13 +96,37 @@ class Shadow:
                 "the live weights are of no one version until a whole round succeeds",
             )
         self.seconds = time.perf_counter() - started
+        log.info(
+            "flipped to %s in %.4f s, of which vLLM's loader took %.4f s for %d parameters",
+            want.version,
+            self.seconds,
+            self.loader_seconds,
+            len(self._wholes),
+        )
         self.live, self.torn = want, False
+        return None
+
+    def _load(self) -> Problem | None:
+        """What cannot be copied, through vLLM's own loader."""
+        if self._loader is None:
+            return None
+        started = time.perf_counter()
+        try:
+            # A copy, one at a time: loaders write to what they are given.
+            self._loader.load(lambda name: self._wholes[name].clone())
+            self._synchronise()
+        except LoaderError as e:
+            return Problem(
+                reason="LoaderFailed",
+                message=f"{e}; the live weights are of no one version until a whole round succeeds"[:1024],
+            )
+        self.loader_seconds = time.perf_counter() - started
         return None
 
     def _synchronise(self) -> None:
         """Wait for the current stream: the reply of this call may not come before the copy."""
-        if self._live and self._live[0].device.type == "cuda":
-            torch.cuda.current_stream(self._live[0].device).synchronize()
+        if self.slab.device.type == "cuda":
+            torch.cuda.current_stream(self.slab.device).synchronize()
 
     def _unlike(self) -> str | None:
         """The first tensor whose live bytes are not the shadow's: memory that something else writes or has

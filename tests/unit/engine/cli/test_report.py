@@ -18,7 +18,7 @@ from weightsync_engine.plan.compile import compile_plan
 from weightsync_engine.plan.groups import Worker
 
 
-def planned():
+def planned(fallback=None):
     sources = [
         SourceParameter("w", (8, 4), "float32", Mesh((2,), (0, 1)), (Shard(0),)),
         SourceParameter("v", (4,), "float32", Mesh((2,), (0, 1)), (Replicate(),)),
@@ -29,6 +29,7 @@ def planned():
         tuple(Piece(n, Box.whole(s), n, (0,) * len(s)) for n, s in shapes.items()),
         {n: SlabTensor(0, s, "float32") for n, s in shapes.items()},
         {},
+        fallback=fallback or {},
     )
     plan = compile_plan(sources, [Worker(2 + w, "s", manifest) for w in range(3)], 2)
     return plan, sources
@@ -37,7 +38,9 @@ def planned():
 def test_bytes_of_ranks_links_and_memory_add_up():
     plan, sources = planned()
     found = report(plan, sources, "FSDP 2", [Server("TP 1", 3, 1, (144,))], {}, 0)
-    assert found["bytes"] == {"model": 144, "direct_share": 1.0, "received_by_all": 3 * 144}
+    assert found["bytes"] == {
+        "model": 144, "direct_share": 1.0, "loader_share": 0.0, "received_by_all": 3 * 144,
+    }  # fmt: skip
     assert sum(r["bytes_sent"] for r in found["by_rank"]) == 3 * 144
     assert [r["bytes_received"] for r in found["by_rank"]] == [0, 0, 144, 144, 144]
     assert found["trainer_ranks"]["snapshot_bytes"]["most"] == 64 + 16
@@ -53,6 +56,18 @@ def test_what_is_not_direct_is_told_with_its_reason_and_its_share():
     assert found["bytes"]["direct_share"] == 0.5 and found["parameters"]["direct"] == 2
     told = text(found)
     assert "experts.0 and 2 more: its loader transforms values" in told and "50.0%" in told
+
+
+def test_what_vllms_loader_takes_is_counted_apart_from_what_is_direct_or_refused():
+    plan, sources = planned({"v": "its loader permutes rows"})
+    found = report(plan, sources, "FSDP 2", [Server("TP 1", 3, 1, (144,))], {"u": "it is empty"}, 144)
+    assert found["parameters"]["by_loader"] == {"v": "its loader permutes rows"}
+    assert found["parameters"]["refused"] == {"u": "it is empty"}
+    assert found["parameters"]["direct"] == 1
+    assert found["bytes"]["direct_share"] == 128 / 288 and found["bytes"]["loader_share"] == 16 / 288
+    told = text(found)
+    assert "1 by vLLM's loader (5.6%), 1 refused" in told
+    assert "v: its loader permutes rows" in told and "u: it is empty" in told
 
 
 def test_sizes_are_readable():
