@@ -279,6 +279,7 @@ class Epoch:
         store, trainers = self._store, self.request.trainer_ranks
         if store is None or self._steps is None or self._transport is None:
             raise Failure("NotJoined", f"rank {self.rank} has no communicator", self.rank)
+        began = time.monotonic()
         deadline = _inner_deadline(request.deadline_seconds)
         stall = min(STALL_SECONDS, request.deadline_seconds / 3)
         scope = store.scope = f"round-{request.round}"
@@ -299,10 +300,13 @@ class Epoch:
             ).model_dump()
         self._agree(store, f"{scope}/ready", word, judge_ready(trainers), ready_until, "its readiness")
 
+        ready = time.monotonic()
         if self.rank >= trainers:
             self._slab.begin_write()
         whole = self._run_steps(scope, stall, deadline, stamp, progress)
+        moved = time.monotonic()
         sums = self._sums()
+        summed = time.monotonic()
         whole = whole and (self.rank >= trainers or self._slab.read_stamp() == stamp)
         word = {"sums": sums, "problem": None}
         if not whole:
@@ -320,6 +324,11 @@ class Epoch:
         )
         if self.rank >= trainers:
             self._slab.stamp(request.version, request.round)
+        log.info(
+            "round %d: ready after %.1f ms, steps %.1f, digests %.1f, verdict %.1f",
+            request.round,
+            *(1e3 * t for t in (ready - began, moved - ready, summed - moved, time.monotonic() - summed)),
+        )
 
     def _judge_verdict(self, words: Sequence[Word]) -> Problem | None:
         assert self._plan is not None
