@@ -3,9 +3,9 @@
     python -m benchmarks.gpu_vllm --model qwen3-1.7b --trainers 1 --servers 1 --rounds 20
 
 Processes without a cluster: trainer ranks with a Publisher each, vLLM servers with our backend, and this process, which
-tells the agents what the operator tells them, by the same requests and long polls. Streams run all the time. At the
-end the trainer's weights are saved, and a fresh server that loads them must give the same greedy tokens as the ones
-that were updated. Prints each round's parts in milliseconds, the longest gap between two tokens around the flip, and
+tells the agents what the operator tells them, by the same requests and long polls. Streams run all the time. The last
+version is the weights that the servers loaded, so they must give the greedy tokens of the start again; and a fresh server
+that loads what the trainer saves must give the same. Prints each round's parts in milliseconds, the longest gap between two tokens around the flip, and
 GPU memory by round.
 """
 
@@ -382,11 +382,15 @@ def drive(options: argparse.Namespace) -> None:
                     s.start()
                 time.sleep(3)
             version = f"step-{turn}"
-            told = trainers.ask(publish=version, scale=1 + turn / 64)
+            # The last version is the one that the servers loaded: they must say again what they said first.
+            scale = 1.0 if turn == options.rounds else 1 + turn / 64
+            told = trainers.ask(publish=version, scale=scale)
             start = time.perf_counter()
             parts = driver.sync(version)
             end = time.perf_counter()
             driver.admit(version)
+            if turn == options.rounds - 1:
+                changed = [s.greedy(PROMPT, 16) for s in servers]
             time.sleep(0.5 if turn > options.idle_rounds else 0.05)
             gaps = [g for s in streams for g in s.gaps(start, end + 0.2)]
             quiet = [g for s in streams for g in s.gaps(end + 0.2, end + 0.5)]
@@ -406,6 +410,8 @@ def drive(options: argparse.Namespace) -> None:
             s.stop = True
         result["stream_errors"] = [s.error for s in streams if s.error]
         last = [s.greedy(PROMPT, 16) for s in servers]
+        result["tokens"] = {"loaded": first, "changed": changed, "loaded again": last, "equal": last == first}
+        print(json.dumps(result["tokens"]), flush=True)
         idle = result["rounds"][2 : options.idle_rounds]
         if idle:
             result["idle_medians_ms"] = medians(idle)

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from weightsync_engine.digest import MODULUS, _joined, _sum, box_digest, cuda
+from weightsync_engine.digest import MODULUS, _joined, _sum, box_digest, cuda, units_of
 from weightsync_engine.layout.boxes import Box
 
 DTYPES = [
@@ -47,7 +47,7 @@ def test_every_box_has_the_same_digest_on_gpu_and_host(device, dtype):
         wanted.append(box_digest(on_host, box, shape))
         assert box_digest(on_gpu, box, shape) == wanted[-1], (shape, box)
         assert int(_sum(on_gpu, _joined(box, shape))) % MODULUS == wanted[-1], (shape, box)
-        held.append((on_gpu, box, _joined(box, shape)))
+        held.append(units_of(on_gpu, _joined(box, shape)))
     assert cuda.digests(held, _sum) == wanted
 
 
@@ -71,7 +71,7 @@ def test_sixteen_gigabytes_take_a_few_reads_of_them(device, record_property):
     free, _ = torch.cuda.mem_get_info(device)
     elements = min(8 << 30, free // 4 // (1 << 26) * (1 << 26))
     data = torch.zeros(elements, dtype=torch.bfloat16, device=device)
-    parts = [(p, Box((0,), (p.numel(),)), [(0, p.numel(), p.numel())]) for p in data.chunk(399)]
+    parts = [units_of(p, [(0, p.numel(), p.numel())]) for p in data.chunk(399)]
     cuda.digests(parts, _sum)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize(device)

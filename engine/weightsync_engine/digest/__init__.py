@@ -1,11 +1,11 @@
 """A digest of a parameter that does not depend on how it is sharded.
 
-The 64-bit sum, over the elements, of (bits of the element + 1) times an odd key that is a strong mix of its linear
-index in the whole parameter. Sums over disjoint boxes add up to the sum over their union, so shards and replicas of any
-layout can be compared by addition alone. As keys are odd, one changed, missing or doubled element always changes the
-sum; any other difference goes unseen with a chance of about 2^-64 times the largest power of two that divides it, so
-2^-48 at worst for elements of 16 bits. It guards against faults, not against forgers. Four neighbours share one mix and
-differ by constants, so that a GPU does the sum as fast as it reads.
+A parameter is seen as units of 16 bits (of 8 where an element has no more). The digest is the 64-bit sum, over the
+units, of (the unit's bits + 1) times an odd key that is a strong mix of its linear index in the whole parameter. Sums
+over disjoint boxes add up to the sum over their union, so shards and replicas of any layout can be compared by addition
+alone. As keys are odd, one changed, missing or doubled unit always changes the sum; any other difference goes unseen
+with a chance of 2^-48 at worst. It guards against faults, not against forgers. Four neighbours share one mix and differ
+by constants, so that a GPU does the sum about as fast as it reads.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from ..layout.boxes import Box
 from . import cuda
 
 MODULUS = 1 << 64
+Dims = list[tuple[int, int, int]]
+"""(start, extent, whole extent) of each dimension of a box, neighbours joined where they can be."""
 _CHUNK = 1 << 15  # elements: the temporaries of a chunk stay in the processor's cache
 _DEVICE_CHUNK = 1 << 24  # elements: few launches, and temporaries of some hundred MB
 _SMALL = 1 << 13  # elements: below, the calls cost more than the elements, and boxes share them
@@ -26,7 +28,7 @@ _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 _LANES = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5)
 """Odd: of the four neighbours that share a mix."""
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_UNITS = {1: torch.uint8, 2: torch.int16}
 
 
 def _signed(value: int) -> int:
@@ -43,7 +45,7 @@ def box_digest(tensor: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
     _check(tensor, box, shape)
     dims = _joined(box, shape)
     if tensor.is_cuda:
-        return cuda.digests([(tensor, box, dims)], _sum)[0]
+        return cuda.digests([units_of(tensor, dims)], _sum)[0]
     return int(_sum(tensor, dims)) % MODULUS
 
 
@@ -54,17 +56,32 @@ def warm_up(device: torch.device) -> None:
             cuda.kernel()
 
 
-def _sum(tensor: torch.Tensor, dims: list[tuple[int, int, int]]) -> torch.Tensor:
+def units_of(tensor: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, Dims]:
+    """A box's elements as a flat tensor of units, and the box's joined dimensions counted in units."""
+    width = min(tensor.element_size(), 2)
+    each = tensor.element_size() // width
+    flat = tensor.reshape(-1)
+    if not flat.numel():
+        return torch.empty(0, dtype=_UNITS[width], device=tensor.device), dims
+    if flat.stride(0) != 1:  # a column, or one element of whatever stride
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    flat = flat.view(_UNITS[width])
+    if each > 1:
+        start, extent, whole = dims[-1] if dims else (0, 1, 1)
+        dims = [*dims[:-1], (start * each, extent * each, whole * each)]
+    return flat, dims
+
+
+def _sum(tensor: torch.Tensor, dims: Dims) -> torch.Tensor:
     """The sum over a box's elements as a tensor without dimensions, on the tensor's device."""
-    width = tensor.element_size()
-    flat = tensor.reshape(-1).view(_BITS[width])
+    flat, dims = units_of(tensor, dims)
+    width = flat.element_size()
     mask = (1 << 8 * width) - 1
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     chunk = _DEVICE_CHUNK if tensor.is_cuda else _CHUNK
     for start in range(0, flat.numel(), chunk):
         bits = flat[start : start + chunk].to(torch.int64, copy=True)
-        if width < 8:
-            bits &= mask
+        bits &= mask
         index = torch.arange(start, start + bits.numel(), dtype=torch.int64, device=tensor.device)
         total += _values(bits, _linear(index, dims)).sum()
     return total
@@ -79,7 +96,7 @@ def box_digests(held: Iterable[tuple[torch.Tensor, Box, tuple[int, ...]]]) -> li
     if held and held[0][0].is_cuda:
         for tensor, box, shape in held:
             _check(tensor, box, shape)
-        return cuda.digests([(tensor, box, _joined(box, shape)) for tensor, box, shape in held], _sum)
+        return cuda.digests([units_of(tensor, _joined(box, shape)) for tensor, box, shape in held], _sum)
     sums: list[int] = []
     batches: dict[tuple[int, torch.device], _Batch] = {}
     for at, (tensor, box, shape) in enumerate(held):
@@ -89,7 +106,7 @@ def box_digests(held: Iterable[tuple[torch.Tensor, Box, tuple[int, ...]]]) -> li
             sums[at] = box_digest(tensor, box, shape)
         elif box.size:
             _check(tensor, box, shape)
-            key = (tensor.element_size(), tensor.device)
+            key = (min(tensor.element_size(), 2), tensor.device)
             batch = batches.setdefault(key, _Batch(*key))
             batch.add(at, tensor, dims)
             if batch.size >= _CHUNK:
@@ -109,13 +126,14 @@ class _Batch:
         self._bits: list[torch.Tensor] = []
         self._rows: list[tuple[int, int, int, int, int]] = []
 
-    def add(self, place: int, tensor: torch.Tensor, dims: list[tuple[int, int, int]]) -> None:
+    def add(self, place: int, tensor: torch.Tensor, dims: Dims) -> None:
+        flat, dims = units_of(tensor, dims)
         outer, _, _ = dims[0] if len(dims) == 2 else (0, 1, 1)
         start, extent, whole = dims[-1] if dims else (0, 1, 1)
         self._places.append(place)
-        self._bits.append(tensor.reshape(-1).view(_BITS[self.width]))
+        self._bits.append(flat)
         self._rows.append((self.size, extent, outer, whole, start))
-        self.size += tensor.numel()
+        self.size += flat.numel()
 
     def into(self, sums: list[int]) -> None:
         """Write each box's sum to its place."""
@@ -124,8 +142,7 @@ class _Batch:
         rows = torch.tensor(self._rows, dtype=torch.int64, device=self.device).T
         first, extent, outer, whole, start = (row.index_select(0, owner) for row in rows)
         bits = torch.cat(self._bits).to(torch.int64, copy=True)
-        if self.width < 8:
-            bits &= (1 << 8 * self.width) - 1
+        bits &= (1 << 8 * self.width) - 1
         position = torch.arange(self.size, dtype=torch.int64, device=self.device) - first
         index = (position // extent + outer) * whole + position % extent + start
         total = torch.zeros(len(self._places), dtype=torch.int64, device=self.device)
@@ -163,9 +180,9 @@ def _finish(z: torch.Tensor) -> torch.Tensor:
     return z
 
 
-def _joined(box: Box, shape: tuple[int, ...]) -> list[tuple[int, int, int]]:
+def _joined(box: Box, shape: tuple[int, ...]) -> Dims:
     """(start, extent, whole extent) per dimension, with neighbours joined where the inner one is whole."""
-    dims: list[tuple[int, int, int]] = []
+    dims: Dims = []
     for start, extent, whole in zip(box.start, box.shape, shape, strict=True):
         if dims and extent == whole:
             a, n, w = dims[-1]
@@ -175,7 +192,7 @@ def _joined(box: Box, shape: tuple[int, ...]) -> list[tuple[int, int, int]]:
     return dims
 
 
-def _linear(position: torch.Tensor, dims: list[tuple[int, int, int]]) -> torch.Tensor:
+def _linear(position: torch.Tensor, dims: Dims) -> torch.Tensor:
     """Linear indices in the whole parameter of linear positions in the box."""
     if len(dims) <= 1:
         return position + dims[0][0] if dims else position

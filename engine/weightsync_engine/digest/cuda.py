@@ -12,33 +12,40 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..layout.boxes import Box
-from .tiles import Boxed, Tiles, cut, fits
+from .tiles import Boxed, cut, fits
 
 log = logging.getLogger(__name__)
 
-Held = tuple[torch.Tensor, Box, list[tuple[int, int, int]]]
-"""Tensor, its box, and the box's joined dimensions."""
-Kernel = Callable[[Tiles, int, torch.Tensor], None]
-ByTorch = Callable[[torch.Tensor, list[tuple[int, int, int]]], torch.Tensor]
+Held = tuple[torch.Tensor, list[tuple[int, int, int]]]
+"""A box's units, one after the other, and its joined dimensions."""
+Kernel = Callable[[Sequence[Boxed], int, torch.Tensor], None]
+_KEPT = 8
+"""Sets of boxes whose tiles are kept on the device: a mover sums the same ones in every round."""
 
 
 @functools.cache
 def kernel() -> Kernel | None:
     """The Triton kernel, or None (with a warning) where Triton, or the compiler that it needs, is missing."""
     try:
-        from .kernel import add_digests
+        from .kernel import Work, add_digests
+
+        @functools.lru_cache(_KEPT)
+        def work(boxes: tuple[Boxed, ...], device: torch.device) -> Work:
+            return Work.upload(cut(boxes), device)
+
+        def launch(boxes: Sequence[Boxed], width: int, out: torch.Tensor) -> None:
+            add_digests(work(tuple(boxes), out.device), width, out)
 
         out = torch.zeros(1, dtype=torch.int64, device="cuda")
-        for width in (1, 2, 4, 8):
+        for width in (1, 2):
             # Both variants: 20 000 elements are a whole tile and a rest.
             data = torch.zeros(20_000 * width, dtype=torch.uint8, device="cuda")
-            add_digests(cut([Boxed(data.data_ptr(), 20_000, [(0, 20_000, 20_000)], 0)]), width, out)
+            launch([Boxed(data.data_ptr(), 20_000, ((0, 20_000, 20_000),), 0)], width, out)
         torch.cuda.current_stream().synchronize()
     except Exception as e:
         log.warning("digests are computed without Triton, several times slower: %s: %s", type(e).__name__, e)
         return None
-    return add_digests
+    return launch
 
 
 def digests(
@@ -53,14 +60,13 @@ def digests(
         launch = kernel()
         of_width: dict[int, list[Boxed]] = defaultdict(list)
         keep: list[torch.Tensor] = []
-        for slot, (tensor, box, dims) in enumerate(held):
+        for slot, (flat, dims) in enumerate(held):
             if launch is None or not fits(dims):
-                out[slot] = by_torch(tensor, dims)
-            elif box.size:
-                flat = tensor.reshape(-1)
+                out[slot] = by_torch(flat, dims)
+            elif flat.numel():
                 keep.append(flat)  # a copy, where the region is no run of memory
-                of_width[flat.element_size()].append(Boxed(flat.data_ptr(), box.size, dims, slot))
+                of_width[flat.element_size()].append(Boxed(flat.data_ptr(), flat.numel(), tuple(dims), slot))
         for width, boxes in of_width.items():
             assert launch is not None
-            launch(cut(boxes), width, out)
+            launch(boxes, width, out)
         return [value % (1 << 64) for value in out.tolist()]

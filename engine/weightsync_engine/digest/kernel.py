@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,14 +60,10 @@ def _digest(  # type: ignore[no-untyped-def]
     outer = tl.load(row + 4)
     whole = tl.load(row + 5)
     slot = tl.load(row + 6)
-    if WIDTH == 1:
+    if WIDTH == 1:  # noqa: SIM108 - Triton's
         data = address.to(tl.pointer_type(tl.uint8))
-    elif WIDTH == 2:
-        data = address.to(tl.pointer_type(tl.uint16))
-    elif WIDTH == 4:
-        data = address.to(tl.pointer_type(tl.uint32))
     else:
-        data = address.to(tl.pointer_type(tl.uint64))
+        data = address.to(tl.pointer_type(tl.uint16))
     data += begin
     if WHOLE:
         data = tl.multiple_of(data, 16)
@@ -122,14 +119,28 @@ def _digest(  # type: ignore[no-untyped-def]
         tl.atomic_add(out + slot, tl.sum(total, axis=0))
 
 
-def add_digests(tiles: Tiles, width: int, out: torch.Tensor) -> None:
+@dataclass(frozen=True)
+class Work:
+    """Tiles of one element width, on the device."""
+
+    rows: torch.Tensor
+    box: torch.Tensor
+    within: torch.Tensor
+    whole: int
+
+    @classmethod
+    def upload(cls, tiles: Tiles, device: torch.device) -> Work:
+        rows, box, within = (torch.from_numpy(a).to(device) for a in (tiles.rows, tiles.box, tiles.within))
+        return cls(rows, box, within, tiles.whole)
+
+
+def add_digests(work: Work, width: int, out: torch.Tensor) -> None:
     """Add each box's sum to its slot of `out` (int64, on the boxes' device), on the current stream."""
-    device = out.device
-    rows, box, within = (torch.from_numpy(a).to(device) for a in (tiles.rows, tiles.box, tiles.within))
-    launches = [(0, tiles.whole, True), (tiles.whole, len(tiles.box) - tiles.whole, False)]
+    launches = [(0, work.whole, True), (work.whole, len(work.box) - work.whole, False)]
     kernel: Any = _digest
     for first, count, whole in launches:
         if count:
             kernel[(count,)](
-                rows, box, within, out, first, TILE=TILE, BLOCK=_BLOCK, WIDTH=width, WHOLE=whole, num_warps=4
-            )
+                work.rows, work.box, work.within, out, first,
+                TILE=TILE, BLOCK=_BLOCK, WIDTH=width, WHOLE=whole, num_warps=4,
+            )  # fmt: skip

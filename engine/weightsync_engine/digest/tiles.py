@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-TILE = 1 << 14
-"""Elements of a tile."""
+TILE = 1 << 15
+"""Units of a tile."""
 FAST_ALIGNMENT = 16
 """Bytes: what the wide loads of a whole tile need."""
 MAX_EXTENT = (1 << 31) - TILE - 1
@@ -23,7 +23,7 @@ FIELDS = ("address", "count", "start", "extent", "outer", "whole", "slot")
 
 @dataclass(frozen=True)
 class Boxed:
-    """One box of elements of one width, as the kernel sees it."""
+    """One box of units of one width, as the kernel sees it."""
 
     address: int
     count: int

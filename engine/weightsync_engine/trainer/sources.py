@@ -464,7 +464,11 @@ def _fsdp_dtypes(module: nn.Module) -> dict[int, torch.dtype]:
     for child in module.modules():
         if not isinstance(child, FSDPModule):
             continue
-        for group in child._get_fsdp_state()._fsdp_param_groups:
+        state: Any = child._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # torch before 2.13: at most one
+            groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+        for group in groups:
             # Of the group's policy: the parameters' own attribute exists only after the first forward pass.
             wire = group.mp_policy.param_dtype
             for param in group.fsdp_params:

@@ -30,9 +30,11 @@ def reference(array, box, shape):
         index = 0
         for i, start, n in zip(at, box.start, shape, strict=True):
             index = index * n + start + i
-        bits = int(array[at]) % (1 << 8 * array.itemsize)
-        key = finish(index // 4 * 0x9E3779B97F4A7C15 % MODULUS) | 1
-        total += (bits + 1) * key * LANES[index % 4]
+        bits, width = int(array[at]) % (1 << 8 * array.itemsize), min(array.itemsize, 2)
+        for unit in range(array.itemsize // width):
+            place = index * (array.itemsize // width) + unit
+            key = finish(place // 4 * 0x9E3779B97F4A7C15 % MODULUS) | 1
+            total += ((bits >> 16 * unit) % (1 << 8 * width) + 1) * key * LANES[place % 4]
     return total % MODULUS
 
 
