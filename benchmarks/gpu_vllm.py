@@ -3,10 +3,10 @@
     python -m benchmarks.gpu_vllm --model qwen3-1.7b --trainers 1 --servers 1 --rounds 20
 
 Processes without a cluster: trainer ranks with a Publisher each, vLLM servers with our backend, and this process, which
-tells the agents what the operator tells them, by the same requests and long polls. Streams run all the time. The last
-version is the weights that the servers loaded, so they must give the greedy tokens of the start again; and a fresh server
-that loads what the trainer saves must give the same. Prints each round's parts in milliseconds, the longest gap between two tokens around the flip, and
-GPU memory by round.
+tells the agents what the operator tells them, by the same requests and long polls. Streams run all the time, but in the
+first `--idle-rounds`. The last version is the weights that the servers loaded, so they must give the greedy tokens of
+the start again; and a fresh server that loads what the trainer saves must give the same. Prints each round's parts in
+milliseconds, the longest gap between two tokens around the flip, and GPU memory by round.
 """
 
 from __future__ import annotations
