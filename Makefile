@@ -4,7 +4,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help setup lint format generate verify unit resolver resolver-matrix integration e2e test bench-plan demo demo-down clean
+.PHONY: help setup lint format generate verify unit resolver resolver-matrix integration e2e test gpu-test gpu-bench bench-plan demo demo-down clean
 .DEFAULT_GOAL := help
 
 help: ## Show the targets
@@ -53,6 +53,15 @@ e2e: setup ## Real pods in a real kind cluster
 	$(PYTEST) tests/e2e
 
 test: lint unit resolver integration e2e ## Everything
+
+# On a machine with GPUs, where torch (CUDA), vLLM and weightsync[engine,cuda,dev] are installed; not in `make test`.
+GPU_PYTHON ?= python3
+
+gpu-test: ## Correctness on GPUs: one is enough, ranks share them
+	NCCL_MULTI_RANK_GPU_ENABLE=1 $(GPU_PYTHON) -m pytest tests/gpu
+
+gpu-bench: ## A round over this host's GPUs by every transport, beside vLLM's plan and plain NCCL
+	NCCL_MULTI_RANK_GPU_ENABLE=1 $(GPU_PYTHON) -m benchmarks.gpu_round
 
 bench-plan: setup ## How long planning takes, for three sizes
 	$(BIN)/python -m benchmarks.plan_growth
