@@ -323,6 +323,53 @@ def test_regions_of_stacked_experts_are_written_and_nothing_beside_them():
     assert [s.shape for s in plan.steps] == [(4, 32)]
 
 
+@pytest.mark.parametrize("ranks", [(0, 1, 2, 3), (0, 2, 1, 3)])
+def test_experts_cut_by_ep_and_then_by_fsdp_arrive_whole_whatever_the_order_of_ranks(ranks):
+    # C19: two shard axes at once; with a mesh [[0, 2], [1, 3]] the ranks of one expert slice are no interval.
+    source = SourceParameter("experts", (8, 16, 4), "bfloat16", Mesh((2, 2), ranks), (Shard(0), Shard(1)))
+    params = {"experts": (source.shape, source.dtype)}
+    workers = [
+        Worker(
+            4 + w,
+            "s",
+            manifest(params, {"experts": [(Box((4 * w, 0, 0), (4, 16, 4)), (4, 16, 4), (0, 0, 0), "w13")]}),
+        )
+        for w in (0, 1)
+    ]
+    run([source], workers, 4)
+
+
+@pytest.mark.parametrize("trainers", [6, 17])
+def test_an_odd_number_of_trainers_and_a_padded_vocabulary_move_every_row_once(trainers):
+    # C09, C18, C23: 151 rows in 160 live ones; chunks of 26 and 9 rows with short and empty tails.
+    params = {"embed": ((151, 4), "bfloat16")}
+    workers = [
+        Worker(
+            trainers + w,
+            "s",
+            manifest(
+                params, {"embed": [(Box((40 * w, 0), (min(40, 151 - 40 * w), 4)), (40, 4), (0, 0), "e")]}
+            ),
+        )
+        for w in range(4)
+    ]
+    plan = run([fsdp("embed", (151, 4), trainers, "bfloat16")], workers, trainers)
+    assert plan.bytes_received == 151 * 4 * 2
+
+
+def test_pods_of_unlike_tensor_parallel_sizes_share_an_epoch():
+    params = {"w": ((24, 4), "float32")}
+    workers, rank = [], 3
+    for server, tp in (("a", 2), ("b", 4), ("c", 4)):
+        for w in range(tp):
+            n = 24 // tp
+            places = {"w": [(Box((n * w, 0), (n, 4)), (n, 4), (0, 0), "w")]}
+            workers.append(Worker(rank, server, manifest(params, places)))
+            rank += 1
+    plan = run([fsdp("w", (24, 4), 3)], workers, 3)
+    assert [g.replicas for g in plan.groups] == [1, 2]
+
+
 def test_no_sender_carries_more_than_its_share_where_replicas_allow_it():
     # Replicated parameters even out what single owners must send.
     owned = [SourceParameter("own", (40000,), "float32", Mesh((1,), (0,)), (Replicate(),))]
