@@ -442,7 +442,11 @@ class _Planner:
 
     def _roll_forward(self) -> None:
         decision, running = self.facts.decision, self.memory.round
-        if decision is None or decision.finished:
+        if decision is None:
+            return
+        # Numbers of rounds only grow, over restarts too: what an operator remembers begins anew, the record does not.
+        self.memory = replace(self.memory, next_round=max(self.memory.next_round, decision.round + 1))
+        if decision.finished:
             return
         if running is not None and running.number == decision.round:
             if running.phase != "commit":
@@ -457,7 +461,6 @@ class _Planner:
         )
         self.memory = replace(
             self.memory,
-            next_round=max(self.memory.next_round, decision.round + 1),
             round=RoundRun(
                 epoch=decision.epoch,
                 number=decision.round,
