@@ -104,6 +104,17 @@ def test_a_restarted_operator_rolls_a_recorded_decision_forward() -> None:
     assert any(event.startswith(names.EVENT_ROLLED_FORWARD) for event in sim.events)
 
 
+def test_numbers_of_rounds_grow_over_a_restart_after_a_finished_decision() -> None:
+    sim = at_version()
+    before = sim.facts.decision
+    assert before is not None and before.finished
+    sim.restart_operator()
+    sim.publish("step-2", 2)
+    sim.run(lambda: sim.in_sync("step-2"))
+    after = sim.facts.decision
+    assert after is not None and after.round > before.round
+
+
 def test_a_restarted_operator_aborts_a_round_without_a_decision_and_repeats_it() -> None:
     sim = joined()
     sim.agents["vllm-1"].hold = frozenset({"transfer"})
