@@ -47,8 +47,6 @@ MODELS = {
     "tiny": tables.Model("tiny", 256, 3, 1000, tables.Attention(8, 2, 32), 512, 3),
 }
 WARM = 2
-NVLINK = 450e9
-"""Bytes a second, one way, of an H200 in one NVLink domain."""
 
 
 class Slab:

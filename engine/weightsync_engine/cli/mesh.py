@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..layout.tensors import Mesh, Placement, Replicate, Shard, SourceParameter, StridedShard, Within
@@ -122,11 +122,6 @@ def sources(tensors: Sequence[Tensor], mesh: TrainerMesh) -> tuple[SourceParamet
                 SourceParameter(region.name, region.shape, tensor.dtype, meshes[key], placements, within)
             )
     return tuple(found)
-
-
-def local_bytes(found: Iterable[SourceParameter], width: dict[str, int]) -> dict[str, int]:
-    """Bytes of each trainer tensor, once."""
-    return {s.tensor: math.prod(s.tensor_shape) * width[s.dtype] for s in found}
 
 
 def _fixed(tensor: Tensor, mesh: TrainerMesh, layers: int, experts: int) -> dict[str, int]:

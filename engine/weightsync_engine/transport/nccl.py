@@ -100,7 +100,8 @@ class _Nccl(Transport):
                 raise PeerFailure(
                     "PeerLate",
                     f"step {begun.step.index + 1} did not end for {stall_seconds:.1f} s; rank {peers[0]} is one of "
-                    f"{len(peers)} partners: its mover is frozen, starved or cut off",
+                    f"{len(peers)} partners: its mover is frozen, starved or cut off; "
+                    "it is replaced when its pod's agent kills it",
                     peers[0],
                 )
             time.sleep(pause)
@@ -110,7 +111,13 @@ class _Nccl(Transport):
     def _lost(self, step: LocalStep, error: Exception) -> PeerFailure:
         self._failed = True
         peer = step.peers[0] if step.peers else self._rank
-        return PeerFailure("PeerLost", f"NCCL failed in step {step.index + 1}: {error}"[:1024], peer)
+        return PeerFailure(
+            "PeerLost",
+            f"NCCL failed in step {step.index + 1}; a new epoch tries again, NCCL_DEBUG=INFO tells more: {error}"[
+                :1024
+            ],
+            peer,
+        )
 
     def close(self) -> None:
         comm, self._comm = self._comm, None

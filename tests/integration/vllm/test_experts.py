@@ -31,13 +31,6 @@ def make_checkpoint(folder: Path, seed: int) -> Path:
     return folder
 
 
-class Reference(tiny.Reference):
-    def __init__(self, folder: Path) -> None:
-        from transformers import Qwen3MoeForCausalLM
-
-        self.model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("first"), 1)
@@ -51,7 +44,7 @@ def llm(first: Path) -> Iterator[Any]:
 
 def test_a_flip_of_experts_does_what_vllms_own_loader_would_do(llm: Any, first: Path, tmp_path: Path) -> None:
     second = make_checkpoint(tmp_path, 2)
-    wanted = {folder: Reference(folder).greedy(tiny.PROMPT, 24) for folder in (first, second)}
+    wanted = {folder: tiny.Reference(folder).greedy(tiny.PROMPT, 24) for folder in (first, second)}
     assert wanted[first] != wanted[second]
     assert greedy(llm, tiny.PROMPT, 24) == wanted[first]
     description = rpc(llm, "weightsync_describe")

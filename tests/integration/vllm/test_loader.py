@@ -35,13 +35,6 @@ def make_checkpoint(folder: Path, seed: int) -> Path:
     return folder
 
 
-class Reference(tiny.Reference):
-    def __init__(self, folder: Path) -> None:
-        from transformers import Llama4ForCausalLM
-
-        self.model = Llama4ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("first"), 1)
@@ -59,7 +52,7 @@ def test_a_flip_through_vllms_loader_generates_what_was_sent_and_goes_back(
     description = rpc(llm, "weightsync_describe")
     assert (description["problem"], description["unresolved"]) == ({}, {})
     second = make_checkpoint(tmp_path, 2)
-    wanted = {folder: Reference(folder).greedy(tiny.PROMPT, 24) for folder in (first, second)}
+    wanted = {folder: tiny.Reference(folder).greedy(tiny.PROMPT, 24) for folder in (first, second)}
     assert wanted[first] != wanted[second]
     assert greedy(llm, tiny.PROMPT, 24) == wanted[first]
     for round_, folder in enumerate((second, first, second), start=1):

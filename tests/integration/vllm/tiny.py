@@ -47,9 +47,9 @@ class Reference:
     """What transformers generates from a checkpoint."""
 
     def __init__(self, folder: Path) -> None:
-        from transformers import Qwen3ForCausalLM
+        from transformers import AutoModelForCausalLM
 
-        self.model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     def greedy(self, prompt: list[int], tokens: int) -> list[int]:
         """The next `tokens` greedy token ids."""
