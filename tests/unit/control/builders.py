@@ -213,6 +213,8 @@ class Sim:
         self.silent: dict[str, float] = {}
         self.gates: dict[str, Gate] = {}
         self.facts = Facts(term=1)
+        self.may_serve: set[str | None] = {None}
+        """Every version that was ever decided; a test adds what its pods were given by somebody else."""
         self.memory = Memory()
         self.now = 100.0
         self.log: list[str] = []
@@ -278,6 +280,7 @@ class Sim:
             assert not decided.sends, "nothing may be sent before the facts are recorded"
             if write:
                 self._store(decided.facts)
+            self._check_served()
             return decided
         for send in decided.sends:
             self._check(send.verb, send.request)
@@ -291,6 +294,9 @@ class Sim:
                 self.fresh[name] = self.now
         for change in decided.gates:
             self.gates[change.pod] = Gate(change.status, change.reason)
+            if change.status and self.facts.decision is not None:
+                assert self.live(change.pod) == self.facts.decision.version, "a gate opened too early"
+        self._check_served()
         return decided
 
     def _store(self, facts: Facts) -> None:
@@ -307,7 +313,13 @@ class Sim:
                 assert same or (facts.decision.round > old.decision.round and old.decision.finished)
             word = "finished" if facts.decision.finished else "decision"
             self.log.append(f"record {word} {facts.decision.version}")
+            self.may_serve.add(facts.decision.version)
         self.facts = facts
+
+    def _check_served(self) -> None:
+        for name, agent in self.agents.items():
+            if agent.state.role == "inference":
+                assert self.live(name) in self.may_serve, f"{name} serves what was never decided"
 
     def _check(self, verb: str, request: Addressed) -> None:
         assert request.term == self.facts.term

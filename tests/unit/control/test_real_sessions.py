@@ -101,7 +101,7 @@ def test_a_pod_cut_off_after_the_decision_learns_it_from_the_lead_or_stays_close
 def test_a_new_object_takes_over_pods_of_a_deleted_one() -> None:
     sim = at_version()
     fresh = RealSim()
-    fresh.agents = sim.agents
+    fresh.agents, fresh.may_serve = sim.agents, sim.may_serve
     for found in fresh.agents.values():
         assert isinstance(found, RealAgent)
         found.sim = fresh

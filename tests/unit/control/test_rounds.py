@@ -284,6 +284,7 @@ def test_a_server_that_serves_something_else_is_fenced() -> None:
     agent = sim.agents["vllm-1"]
     assert agent.state.inference is not None
     agent.update(inference=agent.state.inference.model_copy(update={"live_version": "step-0"}))
+    sim.may_serve.add("step-0")
     sim.step()
     assert "fence vllm-1" in sim.log
     assert sim.gates["vllm-1"].reason == names.OUT_OF_SYNC
