@@ -20,7 +20,8 @@ COMMON: dict[str, Any] = {
 TP = (Parallel(1), Parallel(2), Parallel(4))
 EP = (Parallel(2, experts=True), Parallel(4, experts=True))
 PP = (Parallel(2, pipeline=2),)
-FULL = (*TP, *EP, *PP, Parallel(8), Parallel(8, experts=True), Parallel(2, 2, experts=True))
+DP = (Parallel(2, data=2), Parallel(2, data=2, experts=True))
+FULL = (*TP, *EP, *PP, *DP, Parallel(8), Parallel(8, experts=True), Parallel(2, 2, experts=True))
 """What the full matrix asks of every architecture that can."""
 
 
@@ -93,7 +94,7 @@ ARCHITECTURES = (
     ),
     Architecture("Qwen3ForCausalLM", "Qwen3Config", COMMON | {"vocab_size": 1003}, "odd vocabulary"),
     Architecture("Qwen3ForCausalLM", "Qwen3Config", COMMON | {"tie_word_embeddings": True}, "tied"),
-    Architecture("Qwen3MoeForCausalLM", "Qwen3MoeConfig", COMMON | MOE, parallel=TP + EP + PP),
+    Architecture("Qwen3MoeForCausalLM", "Qwen3MoeConfig", COMMON | MOE, parallel=TP + EP + PP + DP),
     Architecture(
         "MixtralForCausalLM",
         "MixtralConfig",
@@ -110,7 +111,7 @@ ARCHITECTURES = (
         DEEPSEEK | {"topk_method": "group_limited_greedy", "scoring_func": "softmax"},
         parallel=TP + EP,
     ),
-    Architecture("DeepseekV3ForCausalLM", "DeepseekV3Config", DEEPSEEK, parallel=TP + EP),
+    Architecture("DeepseekV3ForCausalLM", "DeepseekV3Config", DEEPSEEK, parallel=TP + EP + DP[1:]),
     Architecture("MistralForCausalLM", "MistralConfig", COMMON, parallel=TP[1:2]),
     Architecture(
         "Qwen2MoeForCausalLM",

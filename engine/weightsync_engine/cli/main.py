@@ -33,19 +33,22 @@ class ServerSpec:
     tensor: int = 1
     pipeline: int = 1
     experts: bool = False
+    data: int = 1
     count: int = 1
 
 
 def parse_server(given: str) -> ServerSpec:
-    """`tp=8`, `tp=8,ep,count=4`, `tp=2,pp=2`. Raises `MeshError`."""
-    fields = {"tp": "tensor", "pp": "pipeline", "count": "count"}
+    """`tp=8`, `tp=8,ep,count=4`, `tp=2,pp=2`, `dp=8,ep`. Raises `MeshError`."""
+    fields = {"tp": "tensor", "pp": "pipeline", "dp": "data", "count": "count"}
     values: dict[str, int | bool] = {}
     for part in given.split(","):
         name, equals, number = part.strip().partition("=")
         if name == "ep" and not equals:
             values["experts"] = True
         elif name not in fields:
-            raise MeshError(f"{part.strip()!r}: expected tp=N, pp=N, count=N or ep, such as tp=8,ep,count=4")
+            raise MeshError(
+                f"{part.strip()!r}: expected tp=N, pp=N, dp=N, count=N or ep, such as tp=8,ep,count=4"
+            )
         elif not number.isdigit() or int(number) < 1:
             raise MeshError(f"{part.strip()!r}: the number must be a whole one of at least 1")
         elif fields[name] in values:
@@ -150,13 +153,14 @@ def _manifests(
     from ..resolve.offline import Parallel
     from . import models
 
-    parallel: Parallel = Parallel(spec.tensor, spec.pipeline, spec.experts)
+    parallel: Parallel = Parallel(spec.tensor, spec.pipeline, spec.experts, spec.data)
     return models.server_manifests(folder, parallel, dtype, shapes)
 
 
 def _title(spec: ServerSpec) -> str:
     stages = f" x PP {spec.pipeline}" if spec.pipeline > 1 else ""
-    return f"TP {spec.tensor}{stages}{' EP' if spec.experts else ''}"
+    engines = f" x DP {spec.data}" if spec.data > 1 else ""
+    return f"TP {spec.tensor}{stages}{engines}{' EP' if spec.experts else ''}"
 
 
 def _without(manifest: WorkerManifest, reasons: dict[str, str], sent: set[str]) -> WorkerManifest:

@@ -42,7 +42,8 @@ def report(
     snapshot = _snapshots(sources, plan.trainer_ranks)
     shadow = [b for s in servers for b in s.live_bytes * s.count]
     senders, receivers = costs[: plan.trainer_ranks], costs[plan.trainer_ranks :]
-    travelling = {s.name: math.prod(s.shape) * DTYPE_BYTES[s.dtype] for s in sources}
+    used = [s for s in sources if s.name not in plan.unused]
+    travelling = {s.name: math.prod(s.shape) * DTYPE_BYTES[s.dtype] for s in used}
     loaded = sum(n for name, n in travelling.items() if name in plan.fallback)
     total = sum(travelling.values()) + refused_bytes
     between = links(plan)
@@ -51,8 +52,9 @@ def report(
         "servers": [{"title": s.title, "count": s.count, "workers": s.workers} for s in servers],
         "parameters": {
             "all": len(sources) + len(refused),
-            "direct": len(sources) - len(plan.fallback),
+            "direct": len(sources) - len(plan.fallback) - len(plan.unused),
             "by_loader": plan.fallback,
+            "unused": sorted(plan.unused),
             "refused": dict(sorted(refused.items())),
             "tied": dict(sorted(plan.tied.items())),
         },
@@ -114,7 +116,8 @@ def text(found: Mapping[str, Any], reasons: int = 8) -> str:
         f"parameters  {p['all']}: {p['direct']} direct ({b['direct_share']:.1%} of {size(b['model'])})"
         + (f", {len(p['by_loader'])} by vLLM's loader ({b['loader_share']:.1%})" if p["by_loader"] else "")
         + (f", {len(p['refused'])} refused" if p["refused"] else "")
-        + (f", {len(p['tied'])} tied" if p["tied"] else ""),
+        + (f", {len(p['tied'])} tied" if p["tied"] else "")
+        + (f", {len(p['unused'])} not sent: vLLM has no use for them" if p["unused"] else ""),
         f"plan        {found['steps']} steps, {size(b['received_by_all'])} received by all workers together, "
         f"digest {found['digest']}",
         "",

@@ -102,6 +102,7 @@ class _Worker(_Read):
     unresolved: dict[str, str]
     aliases: dict[str, str]
     fallback: dict[str, str]
+    unused: list[str]
 
 
 def encode_trainer(manifest: TrainerManifest) -> bytes:
@@ -175,6 +176,7 @@ def encode_worker(manifest: WorkerManifest) -> bytes:
             "unresolved": manifest.unresolved,
             "aliases": manifest.aliases,
             "fallback": manifest.fallback,
+            "unused": sorted(manifest.unused),
         }
     )
 
@@ -205,6 +207,7 @@ def decode_worker(data: bytes) -> WorkerManifest:
         unresolved=read.unresolved,
         aliases=read.aliases,
         fallback=read.fallback,
+        unused=frozenset(read.unused),
     )
 
 

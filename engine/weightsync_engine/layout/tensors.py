@@ -167,3 +167,6 @@ class WorkerManifest:
     fallback: dict[str, str] = field(default_factory=dict)
     """Names whose piece is a whole copy for vLLM's own loader, not a part of the live model, each with the
     reason."""
+    unused: frozenset[str] = frozenset()
+    """Names in the checkpoint that vLLM's own load leaves out (a draft model's layers where none runs, say): a
+    trainer may send them, and nobody takes them."""

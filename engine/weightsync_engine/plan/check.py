@@ -180,17 +180,22 @@ def _check_servers(sources: dict[str, SourceParameter], workers: Sequence[Worker
         done.add(key)
         known: set[str] = set()
         placed: set[str] = set()
+        unused: set[str] = set()
         for worker in group:
             manifest = worker.manifest
             known |= manifest.expected.keys() | manifest.aliases.keys() | manifest.unresolved.keys()
+            unused |= manifest.unused
             placed |= {p.name for p in manifest.pieces if p.box.size}
             placed |= {a for a, n in manifest.aliases.items()} | manifest.unresolved.keys()
         for name in sorted(sources):
+            if name not in known and name in unused:
+                continue
             if name not in known:
                 yield problem(
                     "UnknownParameter",
                     f"{name!r} is sent by the trainer, but server {server!r} (ranks {group[0].rank} to "
-                    f"{group[-1].rank}) has no such parameter",
+                    f"{group[-1].rank}) has no such parameter; name it as the server's checkpoint does, or do not "
+                    "send it",
                     group[0].rank,
                 )
             elif name not in placed and Box.whole(sources[name].shape).size:

@@ -8,6 +8,7 @@ steps here. Parameters that are laid out alike are worked out once.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -50,7 +51,11 @@ def compile_plan(
         for pattern in decompose(lengths, envelope.max_sources)
         for step in _steps(pattern, groups[group], group, dtype, width, envelope)
     ]
-    return Plan(trainer_ranks, trainer_ranks + len(ordered), groups, tuple(routes), parts, tuple(steps), tied)
+    unused = by_name.keys() - tied.keys() - {route.source.name for route in routes}
+    return Plan(
+        trainer_ranks, trainer_ranks + len(ordered), groups, tuple(routes), parts, tuple(steps), tied,
+        frozenset(name for name in unused if math.prod(by_name[name].shape)),
+    )  # fmt: skip
 
 
 # ---- who sends which elements to whom ----------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -101,6 +102,8 @@ class Plan:
     tied: dict[str, str] = field(default_factory=dict)
     """Parameters that are not sent because another one, which is, fills the same storage: they must be
     equal."""
+    unused: frozenset[str] = frozenset()
+    """Parameters that are not sent because no server makes use of them."""
 
     def parts_of(self, route: int) -> Iterator[Part]:
         if route in self.parts:
@@ -140,6 +143,7 @@ class Plan:
                 s.group, s.dtype, s.shape, side(s.source), side(s.target), s.width, s.first_unit, s.starts
             ]  # fmt: skip
         yield sorted(self.tied.items())
+        yield sorted(self.unused)
 
     @cached_property
     def names(self) -> frozenset[str]:
@@ -169,8 +173,10 @@ class Plan:
             parameters=parameters,
             direct=parameters - len(self.fallback),
             fallback=len(self.fallback),
+            unused=len(self.unused),
             bytes_total=self.bytes_received,
             steps=len(self.steps),
+            reasons=tuple(f"{name}: {why}"[:512] for name, why in itertools.islice(self.fallback.items(), 1)),
         )
 
     # -- one rank ------------------------------------------------------------------------------------------

@@ -85,6 +85,8 @@ class PlanSummary(Message):
     parameters: int
     direct: int
     fallback: int
+    unused: int = 0
+    """Of what the trainer has, beside `parameters`: what no server makes use of."""
     bytes_total: int
     """Bytes that all ranks together receive in a round."""
     steps: int

@@ -45,15 +45,18 @@ ENV_PORT = "WEIGHTSYNC_PORT"
 ENV_STAGING_MIB = "WEIGHTSYNC_STAGING_MIB"
 """Optional; device memory that each mover sets aside for its transport's buffers, in MiB. Default: 2048."""
 
+ENV_STEP_BYTES = "WEIGHTSYNC_STEP_BYTES"
+"""The most that one rank holds of one step, in bytes; default: what the transport does best with (64 MiB for gloo,
+256 MiB for nccl_m2n, 1 GiB for nccl_p2p). Smaller saves staging memory, larger saves fixed costs. Equal on all
+ranks, trainer and servers: a plan is made for it."""
+ENV_DRAFT_MODEL = "WEIGHTSYNC_DRAFT_MODEL"
+"""vLLM pod: what is to become of a draft model for speculative decoding; default: the server is refused."""
+FROZEN = "frozen"
+"""It keeps the weights that it was loaded with. Answers stay right, as vLLM verifies every token that it proposes."""
+
 DEFAULT_OPERATOR = "weightsync-system:weightsync-operator"
 
 
 def audience(namespace: str, name: str) -> str:
     """The audience of the operator's token for one WeightSync object."""
     return f"{GROUP}/{namespace}/{name}"
-
-
-ENV_STEP_BYTES = "WEIGHTSYNC_STEP_BYTES"
-"""The most that one rank holds of one step, in bytes; default: what the transport does best with (64 MiB for gloo,
-256 MiB for nccl_m2n, 1 GiB for nccl_p2p). Smaller saves staging memory, larger saves fixed costs. Equal on all
-ranks, trainer and servers: a plan is made for it."""

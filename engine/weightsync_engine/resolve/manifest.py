@@ -17,7 +17,7 @@ from ..mover.slab import plan_slab
 from .checkpoint import Checkpoint
 from .fallback import fall_back, give_up
 from .loader import ModelLoader
-from .modules import dtype_name, name_rules, read_model
+from .modules import dtype_name, name_rules, parts_of_others, read_model
 from .names import CheckpointNames
 from .placement import LiveTensor, Placed, Placement, place
 from .shards import Rerun
@@ -128,6 +128,7 @@ def resolve(
         unresolved=placement.unresolved,
         aliases=placement.aliases,
         fallback=placement.fallback,
+        unused=_unused(model, names, shapes, placement),
     )
     shared = frozenset(views) & placement.shared
     direct, other, loaded = 0, 0, 0
@@ -178,6 +179,24 @@ def _with_loader(
     if failed:
         loader = ModelLoader(model, [group for group in groups if group not in failed], config)
     return placement, loader if loader.groups else None
+
+
+def _unused(
+    model: nn.Module,
+    names: CheckpointNames,
+    shapes: Mapping[str, tuple[int, ...]] | None,
+    placement: Placement,
+) -> frozenset[str]:
+    """What the checkpoint has and vLLM loads nowhere. Every live tensor is accounted for under some name, so what is
+    left over, and is not in the part of the model that other workers hold, is nobody's."""
+    known = placement.expected.keys() | placement.aliases.keys() | placement.unresolved.keys()
+    left = set(shapes or ()) - known - placement.fallback.keys()
+    elsewhere = parts_of_others(model)
+    return frozenset(name for name in left if not any(_below(names.live(name), path) for path in elsewhere))
+
+
+def _below(live: str | None, path: str) -> bool:
+    return live is not None and live.startswith(f"{path}.")
 
 
 def region_of(tensor: torch.Tensor, region: Box) -> torch.Tensor:

@@ -213,6 +213,17 @@ def _is_moe(module: nn.Module) -> bool:
     )
 
 
+def parts_of_others(model: nn.Module) -> list[str]:
+    """Paths of modules below which other workers hold what this one does not: experts and pipeline stages."""
+    from vllm.model_executor.models.utils import PPMissingLayer
+
+    return [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, PPMissingLayer) or _is_moe(module)
+    ]
+
+
 def _describe(
     base: LiveTensor, module: nn.Module, leaf: str, parameter: nn.Parameter, planned: bool
 ) -> LiveTensor:

@@ -82,6 +82,10 @@ class CheckpointNames:
         other = [name for name in guesses if name != live and name.endswith(ending)]
         return other or [name for name in guesses if name.endswith(ending)]
 
+    def live(self, name: str) -> str | None:
+        """vLLM's name, unfused, of what a checkpoint holds as `name`; None: vLLM has none."""
+        return self.rules.forward(name)
+
     def under(self, path: str) -> list[str]:
         """All checkpoint names that vLLM would load somewhere below the module `path`, sorted. Only where names
         are known."""

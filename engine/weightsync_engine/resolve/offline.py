@@ -44,13 +44,16 @@ class Parallel:
     pipeline: int = 1
     experts: bool = False
     """Whole experts on each worker instead of a part of every expert (`--enable-expert-parallel`)."""
+    data: int = 1
+    """Engines in the server. Experts are spread over all of them, everything else is the same in each."""
 
     @property
     def workers(self) -> int:
-        return self.tensor * self.pipeline
+        return self.data * self.tensor * self.pipeline
 
     def __str__(self) -> str:
         text = f"TP {self.tensor}" + (f" x PP {self.pipeline}" if self.pipeline > 1 else "")
+        text += f" x DP {self.data}" if self.data > 1 else ""
         return text + (" with expert parallelism" if self.experts else "")
 
 
@@ -110,23 +113,28 @@ class Group:
 
 
 def groups(parallel: Parallel, rank: int) -> dict[str, Group | int | None]:
-    """The values of vLLM's group globals in worker `rank` (tensor-parallel neighbours are adjacent)."""
-    tp, pp = parallel.tensor, parallel.pipeline
-    stage, place = divmod(rank, tp)
-    across = list(range(stage * tp, stage * tp + tp))
-    tensor = Group("tp", across, rank)
+    """The values of vLLM's group globals in worker `rank` (tensor-parallel neighbours are adjacent, and so are the
+    workers of an engine)."""
+    tp, pp, dp = parallel.tensor, parallel.pipeline, parallel.data
+    engine, stage, place = rank // (tp * pp), rank // tp % pp, rank % tp
+
+    def number(engine: int, stage: int, place: int) -> int:
+        return (engine * pp + stage) * tp + place
+
+    tensor = Group("tp", [number(engine, stage, i) for i in range(tp)], rank)
     alone = [rank]
-    everyone = list(range(parallel.workers))
     return dict.fromkeys(_GROUPS) | {
-        "_WORLD": Group("world", everyone, rank),
-        "_INNER_DP_WORLD": Group("inner_dp_world", everyone, rank),
+        "_WORLD": Group("world", list(range(parallel.workers)), rank),
+        "_INNER_DP_WORLD": Group(
+            "inner_dp_world", list(range(engine * tp * pp, (engine + 1) * tp * pp)), rank
+        ),
         "_TP": tensor,
         "_ETP": tensor,
         "_DCP": Group("dcp", alone, rank),
         "_PCP": Group("pcp", alone, rank),
-        "_DP": Group("dp", alone, rank),
-        "_PP": Group("pp", [i * tp + place for i in range(pp)], rank),
-        "_EP": Group("ep", across, rank),
+        "_DP": Group("dp", [number(i, stage, place) for i in range(dp)], rank),
+        "_PP": Group("pp", [number(engine, i, place) for i in range(pp)], rank),
+        "_EP": Group("ep", [number(i, stage, j) for i in range(dp) for j in range(tp)], rank),
         "_NODE_COUNT": 1,
     }
 
@@ -161,7 +169,7 @@ def build_worker(
 
     Args:
         model: a folder with `config.json`, or that file's content.
-        rank: `0 <= rank < parallel.workers`; worker `stage * tp + tp_rank`, as vLLM counts.
+        rank: `0 <= rank < parallel.workers`; worker `(engine * pp + stage) * tp + tp_rank`, as vLLM counts.
         parallel: how the server splits the model.
         weights: load the folder's safetensors through vLLM's own loader, on the CPU. Otherwise all tensors are
             on the `meta` device: shapes without values.
@@ -170,7 +178,7 @@ def build_worker(
     Raises:
         OfflineError: names the model, the rank and what vLLM said.
     """
-    if min(parallel.tensor, parallel.pipeline) < 1:
+    if min(parallel.tensor, parallel.pipeline, parallel.data) < 1:
         raise OfflineError(f"{parallel}: sizes must be at least 1")
     if not 0 <= rank < parallel.workers:
         raise OfflineError(
@@ -189,7 +197,7 @@ def build_worker(
         title = "the given configuration" if isinstance(model, Mapping) else str(folder)
         try:
             stack.enter_context(_vllm_state(parallel, rank))
-            config = _config(folder, parallel, dtype, engine_arguments)
+            config = _config(folder, parallel, rank, dtype, engine_arguments)
             if not weights:
                 stack.enter_context(_shapes_only())
             return OfflineWorker(_model(config, weights), config, rank, parallel)
@@ -209,18 +217,27 @@ def _hint() -> str:
     return ""
 
 
-def _config(folder: Path, parallel: Parallel, dtype: str, more: Mapping[str, Any]) -> Any:
+def _config(folder: Path, parallel: Parallel, rank: int, dtype: str, more: Mapping[str, Any]) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
     arguments: dict[str, Any] = {
         "model": str(folder), "skip_tokenizer_init": True, "enforce_eager": True, "dtype": dtype,
         "tensor_parallel_size": parallel.tensor, "pipeline_parallel_size": parallel.pipeline,
-        "enable_expert_parallel": parallel.experts, "disable_log_stats": True,
+        "data_parallel_size": parallel.data, "enable_expert_parallel": parallel.experts,
+        "disable_log_stats": True,
         # Not to be started: it only keeps vLLM from counting this machine's devices.
-        "distributed_executor_backend": "mp" if parallel.workers > 1 else "uni",
+        "distributed_executor_backend": "mp" if parallel.tensor * parallel.pipeline > 1 else "uni",
     }  # fmt: skip
-    return EngineArgs(**arguments | dict(more)).create_engine_config(UsageContext.LLM_CLASS)
+    config = EngineArgs(**arguments | dict(more)).create_engine_config(UsageContext.LLM_CLASS)
+    # As vLLM does in each engine's process.
+    at = config.parallel_config
+    at.data_parallel_index = rank // (parallel.tensor * parallel.pipeline)
+    if parallel.data > 1 and config.model_config.is_moe:
+        at.data_parallel_rank = at.data_parallel_index
+    elif parallel.data > 1:
+        at.reconfigure_for_independent_dp_rank()
+    return config
 
 
 def _model(config: Any, weights: bool) -> nn.Module:

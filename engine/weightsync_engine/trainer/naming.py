@@ -134,13 +134,18 @@ def adapter_names(module: nn.Module) -> dict[str, str | None | Refusal]:
     for path, layer in module.named_modules(remove_duplicate=False):
         prefix = plain_name(path) + "." if plain_name(path) else ""
         if "base_layer" in layer._modules:
-            whole = _is_merged(layer)
+            whole, base = _is_merged(layer), layer._modules["base_layer"]
+            innermost = base is not None and "base_layer" not in base._modules
+            # One layer may wrap another: adapters of several parameters of one module do.
+            original = prefix
+            while original.endswith("base_layer."):
+                original = original.removesuffix("base_layer.")
             for name in _tensors(layer):
                 inner = name.removeprefix("base_layer.")
-                if inner != name:
-                    found[prefix + name] = prefix + inner
-                elif prefix + name not in found:
+                if inner == name:
                     found[prefix + name] = None if whole else _unmerged(prefix + name)
+                elif innermost:
+                    found[prefix + name] = original + inner
         elif "modules_to_save" in layer._modules and "original_module" in layer._modules:
             copies = layer._modules["modules_to_save"]
             active = getattr(layer, "active_adapter", None) or list(copies._modules if copies else ())

@@ -118,33 +118,27 @@ async def _server_of(
     if engine_client is None:
         return _unfit(None, 1, "NoEngine", "this vLLM process only renders prompts and holds no model")
     parallel = engine_client.vllm_config.parallel_config
+    workers = parallel.world_size * parallel.data_parallel_size_local
     core: Any = getattr(engine_client, "engine_core", None)
     if backend != BACKEND:
         has = (
             f"its weight transfer backend is {backend!r}" if backend else "it has no weight transfer backend"
         )
-        return _unfit(core, parallel.world_size, "NoBackend", f"{has}: {START_WITH}")
+        return _unfit(core, workers, "NoBackend", f"{has}: {START_WITH}")
     if core is None:
         kind = type(engine_client).__name__
-        return _unfit(
-            core, parallel.world_size, "NotSupported", f"an engine client of type {kind} is not supported"
-        )
+        return _unfit(core, workers, "NotSupported", f"an engine client of type {kind} is not supported")
     processes = getattr(args, "api_server_count", None) or parallel._api_process_count
     if processes > 1:
         message = f"{processes} API server processes cannot share one agent: use --api-server-count 1"
-        return _unfit(core, parallel.world_size, "NotSupported", message)
-    if parallel.data_parallel_size > 1:
-        message = "data parallelism inside a server is not supported yet: use one server for each replica"
-        return _unfit(core, parallel.world_size, "NotSupported", message)
-    server = VllmServer(
-        core, parallel.world_size, encoder_cache=bool(engine_client.model_config.is_multimodal_model)
-    )
+        return _unfit(core, workers, "NotSupported", message)
+    server = VllmServer(core, workers, encoder_cache=bool(engine_client.model_config.is_multimodal_model))
     try:
         sockets = await server.describe()
     except Exception as e:
         log.exception("the workers do not say who they are")
         message = f"the workers do not say who they are: {type(e).__name__}: {e}"
-        return _unfit(core, parallel.world_size, "WorkersSilent", message)
+        return _unfit(core, workers, "WorkersSilent", message)
     return server, [socket or _nowhere(rank) for rank, socket in enumerate(sockets)]
 
 

@@ -37,6 +37,7 @@ from ..mover.slab import Slab, SlabError
 from ..mover.supervisor import UP_SECONDS, MoverSupervisor
 from ..protocol.messages import EpochPhase, Problem, Rendezvous, RoundPhase
 from ..protocol.mover import MoverJoin, MoverState, MoverTransfer
+from ..protocol.names import ENV_DRAFT_MODEL, FROZEN
 from ..resolve.checkpoint import NoCheckpoint, open_checkpoint
 from ..resolve.manifest import Resolved, resolve
 from .plugin import log_with_vllm
@@ -404,14 +405,20 @@ def refusal(config: VllmConfig) -> str:
         return "expert load balancing moves experts between workers, which is not supported"
     if parallel.nnodes > 1:
         return "one vLLM server over several pods is not supported: give each pod a server of its own"
-    if parallel.data_parallel_size > 1:
-        return "data parallelism inside a server is not supported yet: use one server for each replica"
+    if parallel.data_parallel_size_local != parallel.data_parallel_size:
+        return "data parallelism over several pods is not supported: give each pod a server of its own"
     if parallel.distributed_executor_backend == "ray":
         return "vLLM's Ray executor is not supported: use --distributed-executor-backend mp"
     if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0", "false", "False"):
         return "vLLM's Rust front end bypasses the agent: unset VLLM_USE_RUST_FRONTEND"
-    if config.speculative_config is not None:
-        return "a server with a draft model is not supported yet"
+    speculative: Any = config.speculative_config
+    if speculative is not None and getattr(speculative, "draft_model_config", None) is not None:
+        said = os.environ.get(ENV_DRAFT_MODEL, "")
+        if said != FROZEN:
+            return (
+                f"the draft model ({speculative.method}) would keep its weights and fewer of its tokens would be "
+                f"accepted with each version: serve without one, or set {ENV_DRAFT_MODEL}={FROZEN} to accept that"
+            )
     uva: Any = getattr(getattr(config, "offload_config", None), "uva", None)
     if uva is not None and uva.cpu_offload_gb:
         return "weights that are offloaded to the CPU are not supported"

@@ -33,13 +33,7 @@ class Core(Protocol):
     ) -> bool: ...
     async def reset_encoder_cache_async(self) -> None: ...
     async def set_weight_version_async(self, weight_version: str) -> None: ...
-    async def collective_rpc_async(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> list[dict[str, Any]]: ...
+    async def call_utility_all_async(self, method: str, *args: Any) -> list[Any]: ...
 
 
 class BadAnswer(Exception):
@@ -47,7 +41,8 @@ class BadAnswer(Exception):
 
 
 class VllmServer:
-    """Drives one vLLM engine of `workers` workers. `problem`: why the server cannot take part."""
+    """Drives a vLLM server: one engine, or several with data parallelism, of `workers` workers in all. `problem`:
+    why the server cannot take part."""
 
     def __init__(self, core: Core, workers: int, *, encoder_cache: bool = False) -> None:
         self.core = core
@@ -176,9 +171,11 @@ class VllmServer:
     async def _ask(self, method: str, arguments: dict[str, Any] | None = None) -> list[dict[str, Any]]:
         """One answer of every worker, in rank order. Raises `BadAnswer`."""
         nonce = secrets.token_hex(8)
-        answers = await self.core.collective_rpc_async(
-            method, None, (), {**(arguments or {}), "nonce": nonce}
+        # Of each engine; `collective_rpc_async` would return the answers of the first alone.
+        of_engines = await self.core.call_utility_all_async(
+            "collective_rpc", method, None, (), {**(arguments or {}), "nonce": nonce}
         )
+        answers = [answer for engine in of_engines for answer in engine]
         if len(answers) != self.workers:
             raise BadAnswer(f"{len(answers)} answers from {self.workers} workers")
         if any(not isinstance(a, dict) or a.get("nonce") != nonce for a in answers):

@@ -130,6 +130,8 @@ def plan_resolved(view: View) -> Verdict:
             f"{_count(summary.parameters, 'parameter')}, {summary.bytes_total / 1e9:.3g} GB, "
             f"{_count(summary.steps, 'step')}; {summary.direct} direct, {summary.fallback} by vLLM's loader"
         )
+        if summary.unused:
+            message += f", {summary.unused} not sent: vLLM has no use for them"
         if summary.reasons:
             message += f" ({'; '.join(summary.reasons)})"
     return _first(

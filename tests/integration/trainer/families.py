@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 _DENSE: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -85,15 +84,3 @@ def qwen3_vl_moe() -> Any:
     text = {**_DENSE, **_MOE, "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
     vision = {**_VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
     return _vision("Qwen3VLMoeConfig", "Qwen3VLMoeForConditionalGeneration", text, vision)()
-
-
-class Lora(nn.Module):
-    """The shape of PEFT's layer: the base inside, adapters beside it."""
-
-    def __init__(self, base: nn.Linear, merged: bool = False) -> None:
-        super().__init__()
-        self.base_layer = base
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, 2, bias=False)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, base.out_features, bias=False)})
-        self.active_adapters = ["default"]
-        self.merged_adapters = ["default"] if merged else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.integration.trainer.families import FAMILIES, Lora, qwen3_vl_moe
+from tests.integration.trainer.families import FAMILIES, qwen3_vl_moe
 from torch import nn
 
 from weightsync_engine.layout.tensors import SourceParameter
@@ -134,19 +135,42 @@ def test_wrappers_around_a_model_do_not_show_in_the_names(tmp_path: Path) -> Non
     assert_equal(model, file)
 
 
-def test_adapters_in_a_stacked_model_do_not_show_in_the_names(tmp_path: Path) -> None:
-    """As PEFT makes it: two modules around the model, adapters in some layers."""
-    model = FAMILIES["qwen3-moe"]()
-    file = saved(model, tmp_path)
-    for layer in model.model.layers[:1]:
-        layer.self_attn.q_proj = Lora(layer.self_attn.q_proj, merged=True)
-    peft = nn.Module()
-    peft.base_model = nn.Module()
-    peft.base_model.model = model
-    assert_equal(peft, file)
-    model.model.layers[0].self_attn.q_proj.merged_adapters = []
-    with pytest.raises(PublishError, match="merge"):
-        Sources(peft).held()
+ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "in some layers, one of them saved whole": (
+        "qwen3",
+        {"target_modules": ["q_proj"], "layers_to_transform": [0], "modules_to_save": ["lm_head"]},
+    ),
+    "with magnitudes, the embedding among them": (
+        "qwen3",
+        {"target_modules": ["q_proj", "embed_tokens"], "use_dora": True},
+    ),
+    "of two stacked parameters of one module": (
+        "qwen3-moe",
+        {
+            "target_modules": ["q_proj"],
+            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_adapters_of_peft_do_not_show_once_they_are_merged_and_are_refused_before(
+    kind: str, tmp_path: Path
+) -> None:
+    # C26
+    from peft import LoraConfig, get_peft_model
+
+    family, values = ADAPTERS[kind]
+    model = get_peft_model(FAMILIES[family](), LoraConfig(r=2, init_lora_weights=False, **values))
+    with pytest.raises(PublishError, match="merge it before publishing"):
+        Sources(model).held()
+    file = saved(copy.deepcopy(model).merge_and_unload(), tmp_path)
+    model.merge_adapter()
+    assert_equal(model, file)
+    model.unmerge_adapter()
+    with pytest.raises(PublishError, match="merge it before publishing"):
+        Sources(model).held()
 
 
 def test_a_pipeline_stage_names_what_it_has(tmp_path: Path) -> None:

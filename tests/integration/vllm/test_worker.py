@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -376,6 +377,17 @@ def test_a_checkpoint_of_other_shapes_is_told_with_both(
     assert "[64]" in said
 
 
+class Changed:
+    """Another object as it is, but for some values."""
+
+    def __init__(self, real: Any, **values: Any) -> None:
+        self.__dict__ |= values
+        self._real = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
 def test_set_ups_that_cannot_be_updated_are_refused_with_the_reason(
     llm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -386,16 +398,29 @@ def test_set_ups_that_cannot_be_updated_are_refused_with_the_reason(
     for part, change, word in [
         ("parallel_config", {"enable_eplb": True}, "load balancing"),
         ("parallel_config", {"nnodes": 2}, "several pods"),
-        ("parallel_config", {"data_parallel_size": 2}, "data parallelism"),
+        ("parallel_config", {"data_parallel_size": 2}, "data parallelism over several pods"),
         ("parallel_config", {"distributed_executor_backend": "ray"}, "Ray"),
         ("model_config", {"quantization": "fp8"}, "fp8"),
     ]:
-        real = getattr(config, part)
-        fake = type("Changed", (), {"__getattr__": lambda self, name, real=real: getattr(real, name)})()
-        for name, value in change.items():
-            setattr(fake, name, value)
-        changed = type("Config", (), {"__getattr__": lambda self, name: getattr(config, name)})()
-        setattr(changed, part, fake)
-        assert word in refusal(changed)
+        assert word in refusal(Changed(config, **{part: Changed(getattr(config, part), **change)}))
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
     assert "VLLM_USE_RUST_FRONTEND" in refusal(config)
+
+
+def test_a_draft_model_that_would_keep_its_weights_has_to_be_asked_for(
+    llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # C27
+    from weightsync_engine.vllm.engine import refusal
+
+    config = worker(llm).vllm_config
+    eagle = SimpleNamespace(method="eagle", draft_model_config=object())
+    assert "the draft model (eagle) would keep its weights" in refusal(
+        Changed(config, speculative_config=eagle)
+    )
+    monkeypatch.setenv("WEIGHTSYNC_DRAFT_MODEL", "frozen")
+    assert refusal(Changed(config, speculative_config=eagle)) == ""
+    monkeypatch.setenv("WEIGHTSYNC_DRAFT_MODEL", "update")
+    assert "WEIGHTSYNC_DRAFT_MODEL=frozen" in refusal(Changed(config, speculative_config=eagle))
+    ngram = SimpleNamespace(method="ngram", draft_model_config=None)
+    assert refusal(Changed(config, speculative_config=ngram)) == ""

@@ -76,6 +76,7 @@ def test_a_workers_manifest_comes_back_equal_and_order_does_not_show(manifest, r
         manifest.unresolved,
         manifest.aliases,
         manifest.fallback,
+        manifest.unused,
     )
     assert codec.encode_worker(other) == data
 

@@ -453,6 +453,33 @@ def problem(sources=None, workers=None, trainers=2):
     return caught.value.problem
 
 
+def test_what_a_server_has_no_use_for_is_not_sent_and_counted():
+    # C27: the layers of a draft model, where no server runs one
+    extra = [*(fsdp(n, s, 2, d) for n, (s, d) in BASE.items()), fsdp("mtp.fc.weight", (4, 4), 2)]
+    lacks = replicated(BASE, 2, 2, lambda w: f"server-{w}")
+    drops = [
+        dataclasses.replace(w, manifest=dataclasses.replace(w.manifest, unused=frozenset({"mtp.fc.weight"})))
+        for w in lacks
+    ]
+    plan = compile_plan(extra, drops, 2)
+    assert plan.unused == {"mtp.fc.weight"}
+    assert (plan.summary.parameters, plan.summary.unused) == (2, 1)
+    assert plan.bytes_received == compile_plan(extra[:2], drops, 2).bytes_received
+    # One server drops it and one lacks it: what that name is there, nobody knows.
+    found = problem(sources=extra, workers=[drops[0], lacks[1]])
+    assert (found.reason, found.rank) == ("UnknownParameter", 3)
+
+
+def test_what_one_worker_has_no_use_for_may_be_anothers():
+    shape = (4, 4)
+    holds = Worker(
+        2, "s", manifest({"w": (shape, "float32")}, {"w": [(Box.whole(shape), shape, (0, 0), "w")]})
+    )
+    drops = Worker(3, "s", WorkerManifest({}, (), {}, {}, unused=frozenset({"w"})))
+    plan = run([fsdp("w", shape, 2)], [holds, drops], 2)
+    assert (plan.unused, plan.bytes_received) == (frozenset(), 64)
+
+
 def test_a_name_that_the_server_lacks_is_named_with_its_rank():
     extra = [*(fsdp(n, s, 2, d) for n, (s, d) in BASE.items()), fsdp("q.bias", (4,), 2)]
     found = problem(sources=extra)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.integration.trainer.families import Lora
 from torch import nn
 
 from weightsync_engine.layout.tensors import Mesh, Replicate, SourceParameter, Within
@@ -122,6 +121,18 @@ def test_what_ranks_say_packs_each_mesh_once_and_comes_back_equal() -> None:
 
 
 # ---- adapters ----------------------------------------------------------------------------------------------
+
+
+class Lora(nn.Module):
+    """The shape of PEFT's layer: the base inside, adapters beside it. `test_families` has the real one."""
+
+    def __init__(self, base: nn.Linear, merged: bool = False) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, base.out_features, bias=False)})
+        self.active_adapters = ["default"]
+        self.merged_adapters = ["default"] if merged else []
 
 
 class Adapted(nn.Module):

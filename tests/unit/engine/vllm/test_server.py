@@ -64,10 +64,10 @@ class FakeCore:
         await self._called("label")
         self.label = weight_version
 
-    async def collective_rpc_async(
-        self, method: str, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> list[dict[str, Any]]:
-        assert timeout is None, "a timeout inside vLLM would desynchronise later answers"
+    async def call_utility_all_async(self, call: str, *args: Any) -> list[Any]:
+        assert call == "collective_rpc"
+        method, timeout, rest, kwargs = args
+        assert (timeout, rest) == (None, ()), "a timeout inside vLLM would desynchronise later answers"
         what = method.removeprefix("weightsync_")
         await self._called(what)
         if what == "flip":
