@@ -216,7 +216,9 @@ def _build(names: list[str]) -> None:
         packages = sorted(other.package for other in RECIPES.values() if other.module == recipe.module)
         imports = "".join(f'import _ "{package}"\n' for package in packages)
         (home / "tools.go").write_text(f"//go:build tools\n\npackage tools\n\n{imports}")
-        flags = ["-trimpath", "-tags", recipe.tags, "-ldflags", f"-s -w {recipe.ldflags}".rstrip()]
+        # No debugging information: it is stripped anyway, and making it costs a good part of the build.
+        flags = ["-trimpath", "-gcflags", "all=-dwarf=false", "-tags", recipe.tags]
+        flags += ["-ldflags", f"-s -w {recipe.ldflags}".rstrip()]
         steps = [
             ([go, "mod", "tidy"], "resolving the dependencies of"),
             ([go, "build", *flags, "-o", f"{out}/", *(RECIPES[name].package for name in names)], "building"),

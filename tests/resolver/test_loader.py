@@ -89,6 +89,7 @@ def state(model: nn.Module) -> dict[str, tuple[int, list[float]]]:
 def test_a_permuted_layer_is_loaded_and_processed_again_in_its_own_memory_round_after_round(
     model: Model,
 ) -> None:
+    # C28
     first, reload = state(model), loader(model)
     assert reload.unfit(GROUP, False) == ""
     assert reload.rehearse(values(1).__getitem__) == {}

@@ -82,6 +82,7 @@ def test_experts_of_a_build_that_packs_them_are_refused(
 def test_a_kernel_that_swaps_the_halves_at_the_same_shape_is_refused_by_its_name(
     model: nn.Module, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # C05
     kernel = model.get_submodule(EXPERTS).quant_method.moe_kernel
     swapping = type("FlashInferExperts", (type(kernel.fused_experts),), {"__module__": "vllm.x.flashinfer"})
     monkeypatch.setattr(kernel.fused_experts, "__class__", swapping)
@@ -130,6 +131,7 @@ def test_only_triton_and_kernels_that_say_so_keep_their_weights() -> None:
 def test_experts_of_four_dimensions_are_refused_with_their_shape(
     model: nn.Module, checkpoint: Checkpoint
 ) -> None:
+    # C05
     w13 = model.get_parameter(f"{EXPERTS}.w13_weight")
     w13.data = w13.data.view(8, 2, -1, 256).clone()
     ((name, reason),) = resolve(model, checkpoint).manifest.unresolved.items()
@@ -228,6 +230,7 @@ def test_absorbed_attention_matrices_are_written_with_the_weight_that_they_are_v
 
 
 def test_absorbed_attention_matrices_that_are_copies_are_refused_with_their_source(folders: Folders) -> None:
+    # C04
     folder = folders(named("DeepseekV3ForCausalLM"), 1)
     model = build_worker(folder, weights=True, dtype=DTYPE).model
     module = next(m for n, m in model.named_modules() if "W_UV" in m._parameters and ".0." in n)
@@ -279,6 +282,7 @@ def test_sinks_of_which_the_kernel_keeps_a_copy_are_refused(folders: Folders) ->
 def test_a_buffer_is_a_destination_exactly_if_the_checkpoint_has_it(
     folders: Folders, model: nn.Module, tmp_path: Path
 ) -> None:
+    # C04
     values = load(folders(named("Qwen3MoeForCausalLM"), 1)) | {"model.norm.factor": torch.tensor([1.5, 2.5])}
     save_file(values, tmp_path / "model.safetensors")
     norm = model.get_submodule("model.norm")
@@ -296,6 +300,7 @@ def test_a_buffer_is_a_destination_exactly_if_the_checkpoint_has_it(
 def test_layers_wrapped_for_adapters_are_refused(
     model: nn.Module, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # C26
     module = model.get_submodule("model.layers.0.self_attn.o_proj")
     wrapped = type("RowParallelLinearWithLoRA", (type(module),), {"__module__": "vllm.lora.layers.row"})
     monkeypatch.setattr(module, "__class__", wrapped)
@@ -431,6 +436,7 @@ def test_experts_of_an_unknown_kernel_go_through_vllms_reload_only_if_it_restore
 
 def test_a_reload_that_would_move_absorbed_matrices_is_not_used(folders: Folders) -> None:
     """vLLM's reload makes them anew, and captured graphs would go on to read the old ones."""
+    # C28
     folder = folders(named("DeepseekV3ForCausalLM"), 1)
     worker = build_worker(folder, 1, Parallel(2), weights=True, dtype=DTYPE)
     own = [(n, m) for n, m in worker.model.named_modules() if "W_UV" in m._parameters]

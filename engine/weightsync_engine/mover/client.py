@@ -9,18 +9,24 @@ import os
 import signal
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
+from ..protocol.messages import EpochPhase, Problem, RoundPhase
 from ..protocol.mover import MoverJoin, MoverLeave, MoverOutcome, MoverState, MoverTransfer
 
 log = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 0.1
 _LINE_LIMIT = 1 << 20
+_UP_SECONDS = 30.0
+"""For a mover that is just being replaced."""
+_BEYOND_SECONDS = 5.0
+"""Left to a mover beyond its deadline, so that its own, more exact message wins."""
 
 
 class MoverGone(ConnectionError):
@@ -171,3 +177,54 @@ class MoverClient:
             self.lost = Lost(self.state, asyncio.get_running_loop().time())
             self.state = None
             self._notify()
+
+
+def drive(work: Coroutine[Any, Any, Problem | None], seconds: float) -> Problem | None:
+    """Run `join_epoch` or `run_transfer` from a thread without an event loop; never raises."""
+    try:
+        return asyncio.run(asyncio.wait_for(work, seconds + _BEYOND_SECONDS))
+    except Exception as e:
+        return Problem(
+            reason="MoverFailed", message=f"the mover cannot be driven: {type(e).__name__}: {e}"[:1024]
+        )
+
+
+async def join_epoch(path: Path, join: MoverJoin) -> Problem | None:
+    """Have the mover at `path` join; None once it has. For who drives a mover without an agent."""
+    async with MoverClient(path) as client:
+        await client.wait_for(lambda state: state is not None, join.deadline_seconds)
+        client.send(join)
+
+        def ended(state: MoverState | None) -> bool:
+            epoch = state.epoch if state is not None else None
+            joining = epoch is None or epoch.epoch != join.epoch or epoch.phase is EpochPhase.JOINING
+            return state is None or not joining
+
+        state = await client.wait_for(ended, join.deadline_seconds)
+    if state is None or state.epoch is None:
+        return Problem(reason="MoverLost", message="the mover died while it joined")
+    if state.epoch.phase is EpochPhase.JOINED:
+        return None
+    return state.epoch.problem or Problem(
+        reason="JoinFailed", message="the mover left the epoch while it joined"
+    )
+
+
+async def run_transfer(path: Path, transfer: MoverTransfer) -> Problem | None:
+    """Have the mover at `path` run its part of a round; None once the round is verified."""
+    async with MoverClient(path) as client:
+        await client.wait_for(lambda state: state is not None, _UP_SECONDS)
+        client.send(transfer)
+
+        def ended(state: MoverState | None) -> bool:
+            round_ = state.round if state is not None else None
+            mine = round_ is not None and (round_.epoch, round_.round) == (transfer.epoch, transfer.round)
+            running = not mine or (round_ is not None and round_.phase is RoundPhase.TRANSFERRING)
+            return state is None or not running
+
+        state = await client.wait_for(ended, transfer.deadline_seconds)
+    if state is None or state.round is None:
+        return Problem(reason="MoverLost", message="the mover died in the transfer")
+    if state.round.phase is RoundPhase.VERIFIED:
+        return None
+    return state.round.problem or Problem(reason="TransferFailed", message="the mover left the round")

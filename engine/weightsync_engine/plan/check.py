@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from ..layout.boxes import Box
 from ..layout.shards import LayoutError, check_source
-from ..layout.tensors import DTYPE_BYTES, Piece, SourceParameter
+from ..layout.tensors import DTYPE_BYTES, Expected, Piece, SlabTensor, SourceParameter
 from ..protocol.messages import Problem
 from .groups import Worker
 from .steps import PlanError
@@ -29,10 +30,11 @@ def check(
     by_name = {s.name: s for s in sources}
     if not problems:
         checked: set[int] = set()
+        good = _Good()
         for worker in workers:
             if id(worker.manifest) not in checked:  # of servers that are alike, the first is named
                 checked.add(id(worker.manifest))
-                problems += _check_worker(worker, by_name)
+                problems += _check_worker(worker, by_name, good)
         problems += _check_servers(by_name, workers)
     if problems:
         first = problems[0]
@@ -81,7 +83,15 @@ def _check_world(
         good.add(layout)
 
 
-def _check_worker(worker: Worker, sources: dict[str, SourceParameter]) -> Iterator[Problem]:
+@dataclass
+class _Good:
+    """Layouts that were found right. Layers are alike and workers nearly so: most need no second look."""
+
+    pieces: set[object] = field(default_factory=set)
+    tensors: set[object] = field(default_factory=set)
+
+
+def _check_worker(worker: Worker, sources: dict[str, SourceParameter], good: _Good) -> Iterator[Problem]:
     manifest, who = worker.manifest, f"rank {worker.rank} (server {worker.server!r})"
     for name, reason in sorted(manifest.unresolved.items()):
         yield problem("Unresolved", f"{name!r} cannot be written on {who}: {reason}", worker.rank)
@@ -94,71 +104,88 @@ def _check_worker(worker: Worker, sources: dict[str, SourceParameter]) -> Iterat
                     "NotSent", f"{name!r} is expected by {who}, but the trainer does not send it", worker.rank
                 )
             continue
-        yield from _check_match(source, name, expected.shape, expected.dtype, who, worker.rank)
+        if (source.shape, source.dtype) != (expected.shape, expected.dtype):
+            yield _unlike(source, name, expected.shape, expected.dtype, who, worker.rank)
     for alias, name in sorted(manifest.aliases.items()):
         source, want = sources.get(alias), manifest.expected.get(name)
-        if source is not None and want is not None and alias not in manifest.expected:
-            yield from _check_match(source, alias, want.shape, want.dtype, who, worker.rank)
-    yield from _check_pieces(worker, who)
+        if source is None or want is None or alias in manifest.expected:
+            continue
+        if (source.shape, source.dtype) != (want.shape, want.dtype):
+            yield _unlike(source, alias, want.shape, want.dtype, who, worker.rank)
+    yield from _check_pieces(worker, who, good)
 
 
-def _check_match(
+def _unlike(
     source: SourceParameter, name: str, shape: tuple[int, ...], dtype: str, who: str, rank: int
-) -> Iterator[Problem]:
+) -> Problem:
     if source.shape != shape:
-        yield problem(
+        return problem(
             "ShapeDiffers", f"{name!r}: the trainer sends shape {source.shape}, {who} has {shape}", rank
         )
-    elif source.dtype != dtype:
-        yield problem(
-            "DtypeDiffers",
-            f"{name!r}: the trainer sends {source.dtype}, {who} has {dtype}; set the wire dtype to {dtype}",
-            rank,
-        )
+    return problem(
+        "DtypeDiffers",
+        f"{name!r}: the trainer sends {source.dtype}, {who} has {dtype}; set the wire dtype to {dtype}",
+        rank,
+    )
 
 
-def _check_pieces(worker: Worker, who: str) -> Iterator[Problem]:
+def _check_pieces(worker: Worker, who: str, good: _Good) -> Iterator[Problem]:
     manifest = worker.manifest
-    regions: dict[str, list[tuple[Box, str]]] = {}
+    by_tensor: dict[str, list[Piece]] = {}
     for piece in sorted(manifest.pieces, key=lambda p: (p.name, p.tensor)):
-        place, expected = manifest.tensors.get(piece.tensor), manifest.expected.get(piece.name)
+        place, expected, box = (
+            manifest.tensors.get(piece.tensor),
+            manifest.expected.get(piece.name),
+            piece.box,
+        )
         if place is None or expected is None:
             lacking = f"slab tensor {piece.tensor!r}" if place is None else "an expected shape"
             yield problem("BadManifest", f"{piece.name!r} on {who}: its piece has no {lacking}", worker.rank)
-        elif not piece.box.inside(expected.shape):
-            yield problem(
-                "BadManifest",
-                f"{piece.name!r} on {who}: piece {piece} is not inside shape {expected.shape}",
-                worker.rank,
-            )
-        elif not _fits(piece, place.shape):
-            yield problem(
-                "BadManifest",
-                f"{piece.name!r} on {who}: piece {piece} leaves its slab tensor {place.shape}",
-                worker.rank,
-            )
-        elif place.dtype != expected.dtype:
-            yield problem(
-                "BadManifest",
-                f"{piece.name!r} on {who}: slab {place.dtype}, expected {expected.dtype}",
-                worker.rank,
-            )
-        elif piece.box.size:
-            regions.setdefault(piece.tensor, []).append((piece.region, piece.name))
-    for tensor in sorted(regions):
-        if len(regions[tensor]) == 1:
             continue
-        ordered = sorted(regions[tensor], key=lambda r: (r[0].start, r[0].shape, r[1]))
-        for i, (box, name) in enumerate(ordered):
-            for other, second in ordered[i + 1 :]:
-                if box.shape and other.start[0] >= box.stop[0]:
-                    break
-                if box.intersect(other) is not None or not box.shape:
-                    yield problem(
-                        "BadManifest",
-                        f"{name!r} and {second!r} overlap in slab tensor {tensor!r} on {who}",
-                        worker.rank,
-                    )
+        layout = box.start, box.shape, piece.at, place.shape, place.dtype, expected.shape, expected.dtype
+        if layout not in good.pieces:
+            wrong = _misplaced(piece, place, expected)
+            if wrong:
+                yield problem("BadManifest", f"{piece.name!r} on {who}: {wrong}", worker.rank)
+                continue
+            good.pieces.add(layout)
+        if 0 not in box.shape:
+            by_tensor.setdefault(piece.tensor, []).append(piece)
+    for tensor, pieces in sorted(by_tensor.items()):
+        if len(pieces) == 1:
+            continue
+        together = tuple((p.box.start, p.box.shape, p.at) for p in pieces)
+        if together in good.tensors:
+            continue
+        overlaps = list(_overlaps(pieces))
+        for name, second in overlaps:
+            yield problem(
+                "BadManifest",
+                f"{name!r} and {second!r} overlap in slab tensor {tensor!r} on {who}",
+                worker.rank,
+            )
+        if not overlaps:
+            good.tensors.add(together)
+
+
+def _misplaced(piece: Piece, place: SlabTensor, expected: Expected) -> str:
+    if not piece.box.inside(expected.shape):
+        return f"piece {piece} is not inside shape {expected.shape}"
+    if not _fits(piece, place.shape):
+        return f"piece {piece} leaves its slab tensor {place.shape}"
+    if place.dtype != expected.dtype:
+        return f"slab {place.dtype}, expected {expected.dtype}"
+    return ""
+
+
+def _overlaps(pieces: Sequence[Piece]) -> Iterator[tuple[str, str]]:
+    ordered = sorted(((p.region, p.name) for p in pieces), key=lambda r: (r[0].start, r[0].shape, r[1]))
+    for i, (box, name) in enumerate(ordered):
+        for other, second in ordered[i + 1 :]:
+            if box.shape and other.start[0] >= box.stop[0]:
+                break
+            if box.intersect(other) is not None or not box.shape:
+                yield name, second
 
 
 def _fits(piece: Piece, shape: tuple[int, ...]) -> bool:
@@ -185,7 +212,7 @@ def _check_servers(sources: dict[str, SourceParameter], workers: Sequence[Worker
             manifest = worker.manifest
             known |= manifest.expected.keys() | manifest.aliases.keys() | manifest.unresolved.keys()
             unused |= manifest.unused
-            placed |= {p.name for p in manifest.pieces if p.box.size}
+            placed |= {p.name for p in manifest.pieces if 0 not in p.box.shape}
             placed |= {a for a, n in manifest.aliases.items()} | manifest.unresolved.keys()
         for name in sorted(sources):
             if name not in known and name in unused:

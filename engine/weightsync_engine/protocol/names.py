@@ -4,6 +4,8 @@ PROTOCOL_VERSION = 1
 """Raised by every change that an older operator or agent would misread. Unlike versions never talk."""
 
 GROUP = "weightsync.dev"
+BACKEND = "weightsync"
+"""Our name in vLLM's tables of weight transfer engines, for servers and for trainers."""
 
 LABEL_SYNC = f"{GROUP}/sync"
 """Pod label: the name of the WeightSync object, in the pod's namespace, that the pod belongs to."""

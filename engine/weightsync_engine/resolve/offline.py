@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -86,7 +87,7 @@ class Group:
         self.is_first_rank, self.is_last_rank = rank == ranks[0], rank == ranks[-1]
         self.device_group = self.cpu_group = Members(len(ranks), self.rank_in_group)
         self.device = torch.device("cpu")
-        self.device_communicator = None
+        self.device_communicator: Any = None
         self.mq_broadcaster = None
 
     def barrier(self) -> None:
@@ -122,6 +123,10 @@ def groups(parallel: Parallel, rank: int) -> dict[str, Group | int | None]:
         return (engine * pp + stage) * tp + place
 
     tensor = Group("tp", [number(engine, stage, i) for i in range(tp)], rank)
+    experts = Group("ep", [number(i, stage, j) for i in range(dp) for j in range(tp)], rank)
+    # Kernels of experts over several engines are told of the exchange between them when they are made.
+    exchange = SimpleNamespace(world_size=experts.world_size, rank=experts.rank_in_group, dp_world_size=dp)
+    experts.device_communicator = SimpleNamespace(all2all_manager=exchange)
     alone = [rank]
     return dict.fromkeys(_GROUPS) | {
         "_WORLD": Group("world", list(range(parallel.workers)), rank),
@@ -134,7 +139,7 @@ def groups(parallel: Parallel, rank: int) -> dict[str, Group | int | None]:
         "_PCP": Group("pcp", alone, rank),
         "_DP": Group("dp", [number(i, stage, place) for i in range(dp)], rank),
         "_PP": Group("pp", [number(engine, i, place) for i in range(pp)], rank),
-        "_EP": Group("ep", [number(i, stage, j) for i in range(dp) for j in range(tp)], rank),
+        "_EP": experts,
         "_NODE_COUNT": 1,
     }
 

@@ -74,6 +74,8 @@ class Publisher:
     `timeout`: seconds that any rank waits for the others, or for the agent, at most.
     `port`: where the pod's agent listens; default: WEIGHTSYNC_PORT, else 7077.
     `device`: where the snapshot is held; default: where the weights are. It decides by what they travel.
+    `agent`: whether the pod gets an agent, through which the operator drives the rounds; without one the caller
+    drives the rank's mover (`mover_socket`), as `weightsync_engine.vllm.trainer` does.
 
     A single process without torch.distributed is a trainer of world size 1.
 
@@ -89,8 +91,10 @@ class Publisher:
         timeout: float = 120.0,
         port: int | None = None,
         device: torch.device | str | None = None,
+        agent: bool = True,
     ) -> None:
         self._timeout = timeout
+        self._with_agent = agent
         self._closed = False
         self._owner = os.getpid()
         self._slab: Slab | None = None
@@ -130,7 +134,7 @@ class Publisher:
             said["port"] = _port(port)
         except Exception as e:
             error = _words(e)
-        every = self._agree("Publisher(...)", error, said)
+        every = self.agree("Publisher(...)", error, said)
         shared = self._peers.share(entries, "Publisher(...)", self._timeout)
         read = {data: unpack(data) for data in shared}
         sources = merge([read[data] for data in shared])
@@ -149,7 +153,7 @@ class Publisher:
                 self._run_dir = Path(tempfile.mkdtemp(prefix="weightsync-"))
             except OSError as e:
                 error = f"no folder for the movers' sockets: {e}"
-        where = self._agree("Publisher(...)", error, {"run_dir": str(self._run_dir or "")})
+        where = self.agree("Publisher(...)", error, {"run_dir": str(self._run_dir or "")})
         run_dir = Path(where[pod[0]]["run_dir"])
 
         error, path = "", ""
@@ -179,11 +183,11 @@ class Publisher:
             path = str(self._mover.socket_path)
         except Exception as e:
             error = _words(e)
-        every_path = self._agree("Publisher(...)", error, {"path": path})
+        every_path = self.agree("Publisher(...)", error, {"path": path})
 
         error = ""
         try:
-            if local_rank == 0:
+            if local_rank == 0 and self._with_agent:
                 self._agent = AgentSupervisor(
                     AgentConfig(
                         parent=os.getpid(),
@@ -200,7 +204,7 @@ class Publisher:
             error = error or self._wait_mover()
         except Exception as e:
             error = _words(e)
-        self._agree("Publisher(...)", error, {}, patience=2.0)
+        self.agree("Publisher(...)", error, {}, patience=2.0)
         if self._sources.aliases:
             log.info("tied weights are sent once: %s", self._sources.aliases)
 
@@ -240,6 +244,18 @@ class Publisher:
         """Where this pod's agent listens; None on ranks that do not supervise it."""
         return self._agent.port if self._agent is not None else None
 
+    @property
+    def mover_socket(self) -> Path:
+        """Where this rank's mover listens."""
+        if self._mover is None:
+            raise PublishError("this publisher has no mover")
+        return self._mover.socket_path
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The checkpoint parameters that are sent, in order."""
+        return tuple(source.name for source in self._manifest.sources)
+
     # -- publishing ------------------------------------------------------------------------------------------
 
     def publish(self, version: str, on_busy: OnBusy = "skip") -> Handle:
@@ -269,7 +285,7 @@ class Publisher:
                 error = _words(e)
         while True:
             said = {"version": str(version)[:200], "on_busy": str(on_busy), "busy": self._busy()}
-            every = self._agree(f"publish({version!r})", error, said)
+            every = self.agree(f"publish({version!r})", error, said)
             for what in ("version", "on_busy"):
                 values = [rank[what] for rank in every]
                 if len(set(values)) > 1:
@@ -352,10 +368,11 @@ class Publisher:
 
     # -- agreement -------------------------------------------------------------------------------------------
 
-    def _agree(
+    def agree(
         self, what: str, error: str, said: dict[str, Any], patience: float = 1.0
     ) -> list[dict[str, Any]]:
-        """What every rank said; or the first error, raised on all ranks alike."""
+        """What every rank said, a collective call; or the first error, raised on all ranks alike. `patience` counts
+        in timeouts."""
         patience = min(patience * self._timeout, CLOSED_SECONDS) if self._closed else patience * self._timeout
         try:
             every = self._peers.gather({"error": error[:MAX_ERROR], **said}, what, patience)

@@ -37,8 +37,8 @@ _QUICK_SECONDS = 0.25
 _CONNECT_SECONDS = 10.0
 
 
-def open_store(host: str) -> tuple[TCPStore, Rendezvous]:
-    """A new store that listens on `host` alone, on a free port; it lives as long as the object is kept.
+def open_store(host: str, port: int = 0) -> tuple[TCPStore, Rendezvous]:
+    """A new store that listens on `host` alone, on `port` (0: a free one); it lives as long as the object is kept.
 
     Raises ValueError for an address that no peer can use or that would listen everywhere, OSError if it is
     not ours.
@@ -52,7 +52,7 @@ def open_store(host: str) -> tuple[TCPStore, Rendezvous]:
     family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, 0))
+        listener.bind((host, port))
         listener.listen(1024)
         port = listener.getsockname()[1]
         # Given a socket, TCPStore does not open one of its own, which would listen on every address.

@@ -22,8 +22,9 @@ from ..agent.core import AgentCore, make_pod
 from ..agent.credentials import TokenVerifier, Unauthorized
 from ..agent.routes import routes
 from ..protocol.messages import Problem
+from ..protocol.names import BACKEND
 from .guard import Guard, Verdict
-from .plugin import BACKEND, log_with_vllm
+from .plugin import log_with_vllm
 from .server import VllmServer
 
 if TYPE_CHECKING:

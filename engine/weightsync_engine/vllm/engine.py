@@ -8,15 +8,15 @@ more than one worker: vLLM would pair the answers of later calls wrongly for eve
 
 from __future__ import annotations
 
-import asyncio
 import atexit
+import itertools
 import logging
 import os
 import shutil
 import tempfile
+import threading
 import uuid
 from collections import Counter
-from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,12 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from ..agent.core import pod_address
-from ..mover.client import MoverClient
+from ..mover.client import drive, join_epoch, run_transfer
 from ..mover.memory import Needs, check_memory, staging_bytes
 from ..mover.slab import Slab, SlabError
 from ..mover.supervisor import UP_SECONDS, MoverSupervisor
-from ..protocol.messages import EpochPhase, Problem, Rendezvous, RoundPhase
-from ..protocol.mover import MoverJoin, MoverState, MoverTransfer
+from ..protocol.messages import Problem, Rendezvous
+from ..protocol.mover import MoverJoin, MoverTransfer
 from ..protocol.names import ENV_DRAFT_MODEL, FROZEN
 from ..resolve.checkpoint import NoCheckpoint, open_checkpoint
 from ..resolve.manifest import Resolved, resolve
@@ -71,6 +71,8 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     """Whose epoch, and which: names the keys in the store."""
     transport: str = "auto"
     deadline_seconds: float = 120.0
+    names: list[str] = field(default_factory=list)
+    """What the trainer sends, in its order, if updates will come in several calls."""
     error: str = ""
     """Why the given information could not be read; set here, never by a caller."""
 
@@ -82,7 +84,52 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     version: str = ""
     round: int = 0
     deadline_seconds: float = 600.0
+    names: list[str] | None = None
+    """The next of the declared names, in order; the last ones wait until the version is here. None: all."""
     error: str = ""
+
+
+class Receiving:
+    """One version on its way into the shadow, while its parameters are being named call by call."""
+
+    def __init__(self, socket: Path, transfer: MoverTransfer, declared: list[str]) -> None:
+        self.transfer = transfer
+        self._declared, self._named = declared, 0
+        self._all = not declared
+        self._problem: Problem | None = None
+        # The bytes travel all at once, from the first call on: the trainer waits for nobody's names.
+        self._thread = threading.Thread(
+            target=self._run, args=(socket,), name="weightsync-update", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, socket: Path) -> None:
+        self._problem = drive(run_transfer(socket, self.transfer), self.transfer.deadline_seconds)
+
+    @property
+    def next_name(self) -> str:
+        """Empty once all are named."""
+        return "" if self._all or self._named == len(self._declared) else self._declared[self._named]
+
+    def name(self, names: list[str] | None) -> Problem | None:
+        """Take in the names of one call; a problem if they are not the next ones that were declared."""
+        if names is None:
+            self._all = True
+            return None
+        wanted = self._declared[self._named : self._named + len(names)]
+        if names == wanted:
+            self._named += len(names)
+            return None
+        wrong, instead = next(
+            (n, w) for n, w in itertools.zip_longest(names, wanted, fillvalue="nothing more") if n != w
+        )
+        known = "comes out of order" if wrong in self._declared else "was not declared at init"
+        return Problem(reason="BadUpdateInfo", message=f"{wrong!r} {known}: {instead!r} is next"[:1024])
+
+    def wait(self) -> Problem | None:
+        """Until the version is verified, or not; within the update's deadline."""
+        self._thread.join()
+        return self._problem
 
 
 class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
@@ -110,6 +157,8 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
         self._run_dir: Path | None = None
         self._init: InitInfo | None = None
         self._update: UpdateInfo | None = None
+        """The version that was received and verified in this update."""
+        self._receiving: Receiving | None = None
         self._alone: Problem | None = None
         log_with_vllm()
         attach_worker_methods()
@@ -251,24 +300,28 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
         self._report(problem)
 
     def start_weight_update(self) -> None:
-        self._update = None
+        """Forget what an update before this one received, or did not."""
+        self._update = self._receiving = None
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Receive one version into the shadow, verified. Live weights do not change."""
-        self._update = None
+        """Receive one version into the shadow, verified, in one call or in several that name its parameters in order.
+        Live weights do not change."""
         problem = self._receive(update_info)
-        if problem is None:
-            self._update = update_info
+        if problem is not None:
+            self._update = self._receiving = None
         self._report(problem)
 
     def finish_weight_update(self) -> None:
         """Make what was received live, and raise or keep why not."""
         if self._update is None or self._init is None or self.shadow is None:
+            missing = self._receiving.next_name if self._receiving is not None else ""
+            because = f": {missing!r} and what comes after it were not named" if missing else ""
             problem: Problem | None = Problem(
-                reason="NothingReceived", message="no version was received and verified in this update"
+                reason="NothingReceived",
+                message=f"no version was received and verified in this update{because}",
             )
         else:
             want = Flipped(self._init.object_uid, self._init.epoch, self._update.round, self._update.version)
@@ -310,13 +363,9 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
                 server=f"server-{init_info.rank_offset}",
                 deadline_seconds=init_info.deadline_seconds,
             )
-            epoch = self._drive(_join(self._socket(), join), join.deadline_seconds).epoch
         except Exception as e:
             return Problem(reason="JoinFailed", message=f"{type(e).__name__}: {e}"[:1024])
-        if epoch is None or epoch.phase is not EpochPhase.JOINED:
-            gone = Problem(reason="JoinFailed", message="the mover left the epoch while it joined")
-            return (epoch.problem if epoch else None) or gone
-        return None
+        return drive(join_epoch(self._socket(), join), join.deadline_seconds)
 
     def _receive(self, update_info: UpdateInfo) -> Problem | None:
         if update_info.error or not update_info.version or update_info.round < 1:
@@ -324,20 +373,24 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
             return Problem(reason="BadUpdateInfo", message=message)
         if self._init is None:
             return Problem(reason="NotInitialised", message="init_transfer_engine has not succeeded")
-        try:
-            transfer = MoverTransfer(
-                epoch=self._init.epoch,
-                round=update_info.round,
-                version=update_info.version,
-                deadline_seconds=update_info.deadline_seconds,
-            )
-            round_ = self._drive(_transfer(self._socket(), transfer), transfer.deadline_seconds).round
-        except Exception as e:
-            return Problem(reason="TransferFailed", message=f"{type(e).__name__}: {e}"[:1024])
-        if round_ is None or round_.phase is not RoundPhase.VERIFIED:
-            gone = Problem(reason="TransferFailed", message="the mover left the round")
-            return (round_.problem if round_ else None) or gone
-        return None
+        receiving = self._receiving
+        if receiving is None or receiving.transfer.round != update_info.round:
+            try:
+                transfer = MoverTransfer(
+                    epoch=self._init.epoch,
+                    round=update_info.round,
+                    version=update_info.version,
+                    deadline_seconds=update_info.deadline_seconds,
+                )
+            except ValueError as e:
+                return Problem(reason="BadUpdateInfo", message=f"update_info does not fit: {e}"[:1024])
+            self._update = None
+            self._receiving = receiving = Receiving(self._socket(), transfer, self._init.names)
+        problem = receiving.name(update_info.names)
+        if problem is None and not receiving.next_name:
+            problem = receiving.wait()
+            self._update = update_info if problem is None else None
+        return problem
 
     def _report(self, problem: Problem | None) -> None:
         """Raise a problem if this is the only worker; else keep it for `weightsync_live`: an exception in one
@@ -348,50 +401,6 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
         log.error("worker %d: %s", self.rank, problem.message)
         if self.parallel_config.world_size == 1:
             raise RuntimeError(problem.message)
-
-    @staticmethod
-    def _drive(work: Coroutine[Any, Any, MoverState], seconds: float) -> MoverState:
-        return asyncio.run(asyncio.wait_for(work, seconds + 5.0))
-
-
-async def _join(path: Path, join: MoverJoin) -> MoverState:
-    async with MoverClient(path) as client:
-        await client.wait_for(lambda state: state is not None, join.deadline_seconds)
-        client.send(join)
-        state = await client.wait_for(
-            lambda s: (
-                s is None
-                or (
-                    s.epoch is not None
-                    and s.epoch.epoch == join.epoch
-                    and s.epoch.phase is not EpochPhase.JOINING
-                )
-            ),
-            join.deadline_seconds,
-        )
-        if state is None:
-            raise ConnectionError("the mover died while it joined")
-        return state
-
-
-async def _transfer(path: Path, transfer: MoverTransfer) -> MoverState:
-    async with MoverClient(path) as client:
-        await client.wait_for(lambda state: state is not None, 30.0)
-        client.send(transfer)
-        state = await client.wait_for(
-            lambda s: (
-                s is None
-                or (
-                    s.round is not None
-                    and (s.round.epoch, s.round.round) == (transfer.epoch, transfer.round)
-                    and s.round.phase is not RoundPhase.TRANSFERRING
-                )
-            ),
-            transfer.deadline_seconds,
-        )
-        if state is None:
-            raise ConnectionError("the mover died in the transfer")
-        return state
 
 
 def refusal(config: VllmConfig) -> str:

@@ -1,12 +1,12 @@
 """Entry point of `vllm.general_plugins`: makes `--weight-transfer-config '{"backend": "weightsync"}'` known.
 
 vLLM runs it in its API server (before it parses arguments), in an inspection process, in the engine core and
-in every worker. So it has no effect but the one entry in vLLM's table, and imports nothing of ours.
+in every worker. So it has no effect but the one entry in vLLM's table, and imports nothing of ours but names.
 """
 
 import logging
 
-BACKEND = "weightsync"
+from ..protocol.names import BACKEND
 
 
 def register() -> None:

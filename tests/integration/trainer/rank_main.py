@@ -100,7 +100,49 @@ def caught(action: Callable[[], Any]) -> dict[str, Any]:
         return {"error": str(e), "type": type(e).__name__, "seconds": time.monotonic() - started}
 
 
+def load(model: torch.nn.Module, folder: str) -> None:
+    """A checkpoint's weights, into the shards that this rank has."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    weights = load_file(Path(folder) / "model.safetensors")
+    set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, strict=False))
+
+
 # ---- cases -------------------------------------------------------------------------------------------------
+
+
+def contract() -> None:
+    """vLLM's trainer contract: meets the servers of the first line, then sends each checkpoint that a line names."""
+    from torch.distributed.fsdp import fully_shard
+    from transformers import AutoModelForCausalLM
+    from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    from weightsync_engine.trainer.contract import ModelSource, Servers, TrainerInit
+
+    given = json.loads(wait_for_go())
+    model = AutoModelForCausalLM.from_pretrained(given["model"], dtype=torch.float32)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    init = TrainerInit(rank=dist.get_rank(), num_trainer_ranks=dist.get_world_size(), **given["init"])
+    client = Servers([HTTPVLLMWeightSyncClient(url) for url in given["urls"]], given["workers"])
+    made: list[Any] = []
+    report(
+        caught(
+            lambda: made.append(
+                WeightTransferTrainerFactory.trainer_init(init, client=client, source=ModelSource(model))
+            )
+        )
+    )
+    while (line := wait_for_go()) not in ("", "end"):
+        version, folder = json.loads(line)
+        load(model, folder)
+        report(caught(lambda: made[0].send_weights(version)))  # noqa: B023
+    for engine in made:
+        engine.shutdown()
+    report("ended")
 
 
 def sources() -> None:

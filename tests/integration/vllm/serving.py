@@ -136,14 +136,14 @@ class VllmProcess:
         backend: str | None = "weightsync",
         live_weights: bool = True,
         arguments: tuple[str, ...] = (),
-        environment: dict[str, str] | None = None,
+        environment: dict[str, str | None] | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = folder / "vllm.log"
         plugins = ["weightsync"] + (["vllm_live_weights"] if live_weights else [])
-        self._environment = (
+        changed = (
             {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "WEIGHTSYNC_"))}
             | {
                 "VLLM_PLUGINS": ",".join(plugins),
@@ -164,6 +164,7 @@ class VllmProcess:
             }
             | (environment or {})
         )
+        self._environment = {name: value for name, value in changed.items() if value is not None}
         self._command = [
             sys.executable, "-m", "vllm.entrypoints.openai.api_server",
             "--model", str(model), "--served-model-name", "policy", "--skip-tokenizer-init",

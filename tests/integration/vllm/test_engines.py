@@ -1,5 +1,8 @@
 """Real servers of two less common kinds, each with two trainer ranks and real movers, in whole rounds over HTTP: two
-engines that share their experts (data and expert parallelism), and a model that vLLM's own loader has to help with."""
+engines (data parallelism), and a model that vLLM's own loader has to help with.
+
+Engines that share their experts are tested offline (`tests/resolver`): vLLM's CPU build cannot compute with them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.integration.vllm import test_experts, test_loader, tiny
+from tests.integration.vllm import test_loader, tiny
 from tests.integration.vllm.fleet import Fleet, Trainer
 from tests.integration.vllm.serving import Operator, VllmProcess, completion
 
@@ -34,8 +37,8 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Kind]]
     operator = Operator(folder / "operator")
     makers = {
         "engines": (
-            test_experts.make_checkpoint,
-            ("--data-parallel-size", "2", "--enable-expert-parallel", "--api-server-count", "1"),
+            lambda folder, seed: tiny.make_checkpoint(folder, seed, tied=False),
+            ("--data-parallel-size", "2", "--api-server-count", "1"),
         ),
         "loader": (test_loader.make_checkpoint, ()),
     }

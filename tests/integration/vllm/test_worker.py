@@ -129,6 +129,7 @@ def test_a_call_that_breaks_in_a_worker_is_an_answer_and_no_exception(llm: Any) 
 
 
 def test_every_live_element_has_exactly_one_place(llm: Any, model: torch.nn.Module, second: Path) -> None:
+    # C14
     engine = worker(llm).weight_transfer_engine
     resolved: Resolved = engine.resolved
     manifest = resolved.manifest
@@ -269,6 +270,7 @@ def test_values_that_the_loader_changed_are_found_by_a_sample(
 def test_an_empty_live_tensor_is_refused_under_the_checkpoints_names(
     original: torch.nn.Module, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # C04
     module = original.get_submodule("model.layers.0.mlp.gate_up_proj")
     monkeypatch.setitem(module._parameters, "weight", torch.nn.Parameter(torch.empty(0), requires_grad=False))
     assert "is empty" in reason(original, checkpoint, "model.layers.0.mlp.up_proj.weight")

@@ -129,6 +129,7 @@ class World:
         """One look: `plan`, and what it asks for. As the adapter does it."""
         if operator.facts is None:
             self._begin(operator, write)
+        if operator.facts is None:
             return
         pods: list[Pod] = []
         for name, uid in self.uids.items():

@@ -80,6 +80,7 @@ def test_tensors_that_nothing_names_get_all_that_nobody_else_claims_beside_them(
 
 
 def test_hundreds_of_experts_go_once_each() -> None:
+    # C28
     shapes = {f"layers.0.mlp.experts.{e}.{m}.weight": (8, 16) for e in range(384) for m in ("w1", "w2", "w3")}
     placement, (group,) = found([experts("w13"), experts("w2")], shapes)
     assert group.names == tuple(sorted(shapes))

@@ -48,6 +48,7 @@ def model(
 
 
 def test_names_are_matched_by_whole_components_and_rewritten_once() -> None:
+    # C02
     tensors, shapes = model()
     found = place(tensors, CheckpointNames(NameRules(PACKED), shapes), shapes)
     assert found.unresolved == {}
@@ -138,6 +139,7 @@ EMBED = live("model.embed_tokens.weight", (8, 4), (VOCABULARY,))
     "known", [["model.embed_tokens.weight"], ["model.embed_tokens.weight", "lm_head.weight"]]
 )
 def test_a_tied_head_is_one_write_and_never_missing(known: list[str]) -> None:
+    # C12
     head = live("lm_head.weight", (8, 4), storage=EMBED.storage, borrowed=True)
     for order in ([EMBED, head], [head, EMBED]):
         found = place(order, CheckpointNames(NameRules(), known), dict.fromkeys(known, (10, 4)))
@@ -185,6 +187,7 @@ def test_a_problem_is_told_under_the_checkpoints_names() -> None:
 
 
 def test_a_layer_inside_a_group_that_is_not_cut_is_held_whole_by_every_worker() -> None:
+    # C24
     for rank in range(4):
         # tp 4, but the layer's own size is 1; its rank in the group must play no part.
         tensor = live("attn.fused_qkv_a_proj.weight", (24, 16), tuple(merged([16, 8], 1, 0)), group=(4, rank))

@@ -8,6 +8,7 @@ from weightsync_engine.resolve.shards import Run, Unresolvable, even, fused, mer
 
 
 def test_fewer_kv_heads_than_ranks_keep_heads_whole_on_neighbouring_ranks() -> None:
+    # C01
     # hidden 16, head 4, 8 query heads, 2 KV heads, tp 4: ranks 0 and 1 hold head 0, ranks 2 and 3 head 1.
     runs = [qkv(8, 2, 4, 4, size=4, rank=r) for r in range(4)]
     assert [k.start for _, k, _ in runs] == [0, 0, 4, 4]

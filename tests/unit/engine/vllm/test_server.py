@@ -65,6 +65,7 @@ class FakeCore:
         self.label = weight_version
 
     async def call_utility_all_async(self, call: str, *args: Any) -> list[Any]:
+        """As of two engines, of which the first has one worker."""
         assert call == "collective_rpc"
         method, timeout, rest, kwargs = args
         assert (timeout, rest) == (None, ()), "a timeout inside vLLM would desynchronise later answers"
@@ -81,7 +82,8 @@ class FakeCore:
             }
             for rank, version in enumerate(self.versions)
         ]  # fmt: skip
-        return self.answers(answers) if self.answers else answers
+        answers = self.answers(answers) if self.answers else answers
+        return [answers[:1], answers[1:]]
 
 
 @pytest.fixture
