@@ -1,16 +1,20 @@
-"""`weightsync plan`: how the weights of a model would travel, before asking for GPUs."""
+"""`weightsync plan`: how the weights of a model would travel, before asking for GPUs. `weightsync doctor`: what a
+person would paste into a bug report."""
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import math
 import os
+import shutil
+import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..layout.tensors import DTYPE_BYTES, WorkerManifest
 from ..plan.compile import compile_plan
@@ -99,7 +103,93 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--json", action="store_true", help="everything, with each rank's share")
     plan.set_defaults(run=_plan)
+    _add_doctor(commands)
     return parser
+
+
+def _add_doctor(commands: Any) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="what a bug report needs: of an object in a cluster, by kubectl; or of this pod, without a name",
+        description="Collects what a bug report needs, and says first what is not as it should be. With a name: the "
+        "WeightSync object, its pods, their agents and logs, the operator, by kubectl. Without one: what can be seen "
+        "inside this pod. Secrets are left out, but read it before you share it. Exit status: 0, or 1 if something "
+        "is wrong or could not be collected, or 2 for wrong input.",
+    )
+    doctor.add_argument("name", nargs="?", help="of the WeightSync object; without it: this pod, from within")
+    doctor.add_argument("-n", "--namespace", default="default", help="of the object; default: %(default)s")
+    doctor.add_argument("--context", help="of kubectl")
+    doctor.add_argument("--kubeconfig", help="of kubectl")
+    doctor.add_argument("--operator-namespace", default="weightsync-system", help="default: %(default)s")
+    doctor.add_argument(
+        "--output", type=Path, metavar="FILE", help="write it there; default: standard output"
+    )
+    doctor.add_argument(
+        "--tail", type=int, default=200, metavar="LINES", help="of each log; default: %(default)s"
+    )
+    doctor.add_argument(
+        "--pods", type=int, default=16, help="whose logs are read, at most; default: %(default)s"
+    )
+    doctor.add_argument(
+        "--timeout", type=float, default=20.0, metavar="S", help="of each look; default: %(default)s"
+    )
+    doctor.add_argument("--port", type=int, help="inside a pod: where its agent listens")
+    doctor.add_argument("--no-exec", action="store_true", help="do not look inside the pods by kubectl exec")
+    doctor.set_defaults(run=_doctor)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from .bugreport import render
+
+    if options.timeout <= 0 or options.tail < 0 or options.pods < 0:
+        print("weightsync doctor: --timeout must be above 0, --tail and --pods not below", file=sys.stderr)
+        return USAGE
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    if options.name is None:
+        from .inside import inside
+
+        title = f"weightsync doctor inside {socket.gethostname()}, {now}"
+        sections = inside(options.timeout, options.port)
+    else:
+        from .doctor import Target, collect
+
+        kubectl = shutil.which("kubectl")
+        if kubectl is None:
+            print(
+                "weightsync doctor: there is no kubectl in PATH; run it where kubectl is, or without a name inside "
+                "a pod",
+                file=sys.stderr,
+            )
+            return USAGE
+        flags = [
+            f"--{what}={value}" for what in ("context", "kubeconfig") if (value := getattr(options, what))
+        ]
+        sections = collect(
+            Target(
+                options.name,
+                options.namespace,
+                kubectl=kubectl,
+                flags=tuple(flags),
+                operator_namespace=options.operator_namespace,
+                seconds=options.timeout,
+                tail=options.tail,
+                pods=options.pods,
+                look_inside=not options.no_exec,
+            )
+        )
+        title = f"weightsync doctor of {options.namespace}/{options.name}, {now}"
+    text = render(title, sections)
+    found = sum(len(section.findings) for section in sections)
+    if options.output is None:
+        print(text)
+    else:
+        try:
+            options.output.write_text(text + "\n")
+        except OSError as e:
+            print(f"weightsync doctor: cannot write {options.output}: {e.strerror}", file=sys.stderr)
+            return USAGE
+        print(f"{options.output}: {found} findings; read it before you share it", file=sys.stderr)
+    return REFUSED if found else 0
 
 
 def _plan(options: argparse.Namespace) -> int:
