@@ -12,7 +12,6 @@ import platform
 import resource
 import shutil
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -232,9 +231,11 @@ def _descriptors(entry: Path) -> str:
 
 def _age(entry: Path) -> str:
     try:
-        return f"{time.time() - entry.stat().st_ctime:.0f} s old"
-    except OSError:
+        ticks = int((entry / "stat").read_text().rpartition(")")[2].split()[19])
+        up = float(Path("/proc/uptime").read_text().split()[0])
+    except (OSError, IndexError, ValueError):
         return "gone"
+    return f"{up - ticks / os.sysconf('SC_CLK_TCK'):.0f} s old"
 
 
 def _limit(value: int) -> str:

@@ -65,7 +65,6 @@ def parse_server(given: str) -> ServerSpec:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0, or 1 if servers would refuse the plan, or 2 for wrong input."""
     options = _parser().parse_args(arguments)
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
     return int(options.run(options))
 
 
@@ -193,6 +192,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
     from . import models  # torch, transformers and vLLM: not for --help
 
     try:
