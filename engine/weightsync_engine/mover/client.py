@@ -190,14 +190,24 @@ def drive(work: Coroutine[Any, Any, Problem | None], seconds: float) -> Problem 
 
 
 async def join_epoch(path: Path, join: MoverJoin) -> Problem | None:
-    """Have the mover at `path` join; None once it has. For who drives a mover without an agent."""
+    """Have the mover at `path` join; None once it has. For who drives a mover without an agent.
+
+    A mover that an epoch before this one left with a broken or busy communicator is replaced first.
+    """
     async with MoverClient(path) as client:
-        await client.wait_for(lambda state: state is not None, join.deadline_seconds)
+        before = await client.wait_for(lambda state: state is not None, join.deadline_seconds)
+        assert before is not None
+        if not _free(before):
+            client.kill()
+            await client.wait_for(
+                lambda state: state is not None and state.mover_id != before.mover_id, join.deadline_seconds
+            )
         client.send(join)
 
         def ended(state: MoverState | None) -> bool:
             epoch = state.epoch if state is not None else None
-            joining = epoch is None or epoch.epoch != join.epoch or epoch.phase is EpochPhase.JOINING
+            mine = epoch is not None and (epoch.object_uid, epoch.epoch) == (join.object_uid, join.epoch)
+            joining = not mine or (epoch is not None and epoch.phase is EpochPhase.JOINING)
             return state is None or not joining
 
         state = await client.wait_for(ended, join.deadline_seconds)
@@ -208,6 +218,11 @@ async def join_epoch(path: Path, join: MoverJoin) -> Problem | None:
     return state.epoch.problem or Problem(
         reason="JoinFailed", message="the mover left the epoch while it joined"
     )
+
+
+def _free(state: MoverState) -> bool:
+    broken = state.epoch is not None and state.epoch.phase is not EpochPhase.JOINED
+    return not broken and (state.round is None or state.round.phase is not RoundPhase.TRANSFERRING)
 
 
 async def run_transfer(path: Path, transfer: MoverTransfer) -> Problem | None:

@@ -114,5 +114,5 @@ def test_a_server_that_cannot_be_reached_is_told_on_every_rank(
 
     where = {"master_address": "127.0.0.1", "deadline_seconds": 5}
     with trainer(folder / "three", [servers[0], Nowhere()], checkpoints[0], **where) as (_, met):  # type: ignore[list-item]
-        assert all("server 1 of 2" in rank["error"] for rank in met), met
+        assert all("server 1 of 2" in rank["error"] for rank in met), [rank["error"] for rank in met]
         assert all(rank["seconds"] < 60 for rank in met)
