@@ -76,6 +76,7 @@ def test_an_installation_for_some_namespaces_asks_for_no_cluster_rights() -> Non
 
 
 def test_there_is_one_operator_and_it_is_unprivileged() -> None:
+    # C50
     (deployment,) = [item for item in render(SYSTEM) if item["kind"] == "Deployment"]
     spec = deployment["spec"]
     assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})

@@ -7,6 +7,7 @@ from tests.integration.control.fake_agents import eventually
 
 
 def test_each_pod_that_is_not_right_is_named_with_the_remedy(world: World, operator: Operator) -> None:
+    # C48
     trainer, good, bare, stranger = (
         world.fleet.trainer(),
         world.fleet.inference(),

@@ -42,6 +42,7 @@ def test_the_first_visit_writes_all_conditions(world: World, operator: Operator)
 
 
 def test_every_published_version_reaches_all_pods(world: World, operator: Operator) -> None:
+    # C40
     trainer, one, two = small_world(world)
     world.wait_condition("Ready", "True", "WaitingForFirstVersion")
     eventually(lambda: world.gate("vllm-a").get("status") == "True")
@@ -110,6 +111,7 @@ def test_a_failed_transfer_names_the_pod_and_the_old_version_stays(world: World,
 
 
 def test_a_recorded_decision_is_rolled_forward_by_the_next_operator(world: World, operator: Operator) -> None:
+    # C41
     trainer, one, two = small_world(world)
     world.fleet.publish("step-1", 1, trainer)
     world.wait_version("step-1")
@@ -214,6 +216,7 @@ def test_an_idle_object_causes_no_writes(world: World, operator: Operator) -> No
 
 
 def test_deletion_ends_also_when_all_pods_are_dead(world: World, operator: Operator) -> None:
+    # C41
     trainer, one, two = small_world(world)
     world.fleet.publish("step-1", 1, trainer)
     world.wait_version("step-1")
@@ -239,6 +242,7 @@ def test_an_object_without_its_finalizer_is_forgotten_as_well(world: World, oper
 
 
 def test_a_restart_of_the_api_server_costs_only_time(world: World, operator: Operator) -> None:
+    # C42
     trainer, one, two = small_world(world)
     world.fleet.publish("step-1", 1, trainer)
     world.wait_version("step-1")

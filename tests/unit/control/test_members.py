@@ -142,6 +142,7 @@ def test_an_agent_that_misses_one_call_stays_a_member_for_some_seconds() -> None
 
 
 def test_another_pod_on_the_same_address_is_not_taken_for_the_member() -> None:
+    # C33
     successor = inference_state("v-new").model_copy(update={"pod_uid": "uid-v-new"})
     assert remarks(pod_with(successor, "v-old")) == {"v-old": names.ANOTHER_POD_ANSWERS}
     # With the UID the host name does not matter (host network), without it that is all there is.

@@ -218,6 +218,7 @@ def test_whoever_misses_a_deadline_is_named(phase: str) -> None:
 
 @pytest.mark.parametrize("how", ["deleted", "restarted", "terminating", "silent"])
 def test_a_member_lost_in_a_round_ends_it_at_once_and_the_next_goes_without(how: str) -> None:
+    # C06
     sim = joined()
     sim.agents["vllm-1"].hold = frozenset({"transfer"})
     sim.publish("step-1", 1)
@@ -250,6 +251,7 @@ def test_a_drain_does_not_abort_a_round_that_is_verified() -> None:
 
 
 def test_a_pod_that_restarts_during_a_round_is_not_promoted_by_it() -> None:
+    # C07
     sim = at_version()
     sim.publish("step-2", 2)
     sim.run(lambda: sim.facts.decision is not None and sim.facts.decision.version == "step-2")
@@ -465,6 +467,7 @@ def test_a_leaver_alone_builds_no_epoch_until_there_is_something_to_send() -> No
 
 
 def test_a_new_training_run_begins_anew_also_with_smaller_sequences() -> None:
+    # C30
     sim = at_version("step-9")
     trainer = sim.agents["trainer-0"]
     trainer.restart()

@@ -122,6 +122,7 @@ def test_a_failed_attempt_shows_in_ready_with_pod_cause_and_count() -> None:
 
 
 def test_the_object_stays_small_with_many_pods_and_long_reasons() -> None:
+    # C46
     sim = Sim(pods=400)
     sim.publish("step-1", 1)
     sim.run(lambda: sim.in_sync("step-1"))

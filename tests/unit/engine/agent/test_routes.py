@@ -112,6 +112,7 @@ async def test_a_trainers_agent_is_ready_while_it_lives(lead: Face) -> None:
 
 
 async def test_every_route_but_readyz_refuses_without_a_credential(face: Face) -> None:
+    # C53
     before = face.core.session
     answers = [await face.http.get("/weightsync/v1/state")]
     answers += [await face.post(verb, face.who(), headers={}) for verb in REQUESTS]

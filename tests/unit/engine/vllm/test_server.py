@@ -103,6 +103,7 @@ async def flip(server: VllmServer, seconds: float = 5.0) -> Any:
 async def test_the_prefix_cache_is_emptied_once_after_the_copy_and_before_the_scheduler_goes_on(
     core: FakeCore, server: VllmServer
 ) -> None:
+    # C36
     assert await flip(server) is None
     assert core.calls == ["pause", "flip", "label", "reset", "resume"]
     assert (core.label, core.paused, server.version) == ("step-7", False, "step-7")
@@ -115,6 +116,7 @@ async def test_a_server_with_an_encoder_forgets_its_outputs_as_well(core: FakeCo
 
 @pytest.mark.parametrize("step", ["pause", "flip", "label", "reset"])
 async def test_whatever_fails_the_scheduler_goes_on(core: FakeCore, server: VllmServer, step: str) -> None:
+    # C08
     core.fail.add(step)
     try:
         problem = await flip(server)
