@@ -94,7 +94,7 @@ def test_a_table_of_parameters_stands_in_for_transformers(
     [
         (["nowhere", "--trainer", "fsdp=4"], "there is no config.json"),
         (["FOLDER", "--trainer", "fsdp"], "such as fsdp=8"),
-        (["FOLDER", "--trainer", "fsdp=4", "--server", "dp=2"], "expected tp=N"),
+        (["FOLDER", "--trainer", "fsdp=4", "--server", "cp=2"], "expected tp=N"),
         (["FOLDER", "--trainer", "fsdp=4", "--server", "tp=3"], "vLLM cannot build worker"),
         (["FOLDER", "--trainer", "fsdp=4", "--table", "FOLDER/none.json"], "--table"),
         (["FOLDER", "--trainer", "fsdp=4", "--dtype", "float3"], "float3"),
