@@ -63,7 +63,7 @@ def parse_server(given: str) -> ServerSpec:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0, or 1 if servers would refuse the plan, or 2 for wrong input."""
+    """Exit status: 0, or 1 if servers would refuse the plan or the doctor found something, or 2 for wrong input."""
     options = _parser().parse_args(arguments)
     return int(options.run(options))
 

@@ -183,6 +183,9 @@ def drive(work: Coroutine[Any, Any, Problem | None], seconds: float) -> Problem 
     """Run `join_epoch` or `run_transfer` from a thread without an event loop; never raises."""
     try:
         return asyncio.run(asyncio.wait_for(work, seconds + _BEYOND_SECONDS))
+    except TimeoutError as e:
+        message = f"{str(e) or f'the mover did not answer in {seconds:g} s'}; look at its lines in this process's log"
+        return Problem(reason="MoverLate", message=message[:1024])
     except Exception as e:
         return Problem(
             reason="MoverFailed", message=f"the mover cannot be driven: {type(e).__name__}: {e}"[:1024]

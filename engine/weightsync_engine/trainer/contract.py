@@ -163,6 +163,11 @@ class Servers:
         self._clients, self._workers = list(clients), list(workers)
         self._pool = ThreadPoolExecutor(len(clients), thread_name_prefix="weightsync-server")
 
+    @property
+    def workers(self) -> int:
+        """Of all servers together."""
+        return sum(self._workers)
+
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         first, infos = init_info["rank_offset"], list[dict[str, Any]]()
         for count in self._workers:
@@ -199,6 +204,14 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[m
         self, init_info: TrainerInit, client: VLLMWeightSyncClient, source: WeightSource | None
     ) -> None:
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)
+        if (
+            isinstance(client, Servers)
+            and client.workers != init_info.world_size - init_info.num_trainer_ranks
+        ):
+            raise ValueError(
+                f"world_size is {init_info.world_size} with {init_info.num_trainer_ranks} trainer ranks, but the "
+                f"servers have {client.workers} workers together: it must be the sum, or all wait for nobody"
+            )
         self._init = init_info
         self._round = 0
         self._store: object = None

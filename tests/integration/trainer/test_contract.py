@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,9 @@ from torch import nn
 from vllm.distributed.weight_transfer.base import WeightSource
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
+from weightsync_engine.mover.client import drive, join_epoch
+from weightsync_engine.protocol.messages import Rendezvous
+from weightsync_engine.protocol.mover import MoverJoin
 from weightsync_engine.trainer.contract import ModelSource, Servers, TrainerInit, read_unique_id, unique_id
 
 WHERE: dict[str, Any] = {"master_address": "10.0.0.1"}
@@ -52,6 +56,26 @@ def test_the_backend_is_known_by_name_and_wants_a_source_that_gives_a_model() ->
     init = TrainerInit(rank=0, world_size=2, **WHERE)
     with pytest.raises(TypeError, match="ModelSource"):
         WeightTransferTrainerFactory.trainer_init(init, client=Servers([Client()], [1]), source=Stream())
+
+
+def test_a_world_that_is_not_the_sum_of_its_members_is_told_before_anybody_waits() -> None:
+    init = TrainerInit(rank=0, world_size=4, **WHERE)
+    servers = Servers([Client(), Client()], [1, 1])
+    with pytest.raises(
+        ValueError, match="world_size is 4 with 1 trainer ranks, but the servers have 2 workers"
+    ):
+        WeightTransferTrainerFactory.trainer_init(init, client=servers, source=ModelSource(nn.Linear(2, 2)))
+
+
+def test_a_mover_that_nobody_finds_ends_at_the_deadline_with_its_path(tmp_path: Path) -> None:
+    join = MoverJoin(
+        object_uid="u", term=1, epoch=1, rank=0, world_size=2, trainer_ranks=1, key="k" * 64, host="127.0.0.1",
+        rendezvous=Rendezvous(host="127.0.0.1", port=1), transport="gloo", server="s", deadline_seconds=0.2,
+    )  # fmt: skip
+    problem = drive(join_epoch(tmp_path / "none.sock", join), join.deadline_seconds)
+    assert problem is not None
+    assert problem.reason == "MoverLate"
+    assert "none.sock" in problem.message and "log" in problem.message
 
 
 class Client:
