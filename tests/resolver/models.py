@@ -106,6 +106,9 @@ ARCHITECTURES = (
     Architecture("Gemma3ForCausalLM", "Gemma3TextConfig", COMMON | {"tie_word_embeddings": True}),
     Architecture("Phi3ForCausalLM", "Phi3Config", COMMON),
     Architecture(
+        "Phi3ForCausalLM", "Phi3Config", COMMON | {"num_key_value_heads": 2}, "2 KV heads", parallel=TP[2:]
+    ),
+    Architecture(
         "DeepseekV2ForCausalLM",
         "DeepseekV2Config",
         DEEPSEEK | {"topk_method": "group_limited_greedy", "scoring_func": "softmax"},
@@ -132,6 +135,8 @@ ARCHITECTURES = (
         | {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1}
         | {"topk_group": 1, "moe_intermediate_size": 128, "first_k_dense_replace": 1},
         parallel=(TP[1], EP[0]),
+        # A stage without experts, of which a model of two layers has one: "No Glm4MoE layer found".
+        impossible=(*PP, Parallel(2, 2, experts=True)),
     ),
     Architecture(
         "GptOssForCausalLM",
@@ -168,6 +173,8 @@ ARCHITECTURES = (
         {"vocab_size": 1000, "hidden_size": 128, "state_size": 16, "num_hidden_layers": 2, "num_heads": 8}
         | {"head_dim": 32, "n_groups": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
         parallel=TP[:2],
+        # More workers than groups, and vLLM has no pipeline for it.
+        impossible=(Parallel(4), Parallel(8), *PP),
         by_loader={
             r".*\.mixer\.A_log": "composed_loader",
             r".*\.mixer\.(D|dt_bias|norm\.weight)": "sharded_weight_loader",
@@ -182,6 +189,7 @@ ARCHITECTURES = (
         | {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
         | {"layer_types": ["linear_attention", "full_attention"]},
         parallel=TP[:2],
+        impossible=(Parallel(8),),  # more workers than experts
         by_loader={r".*\.linear_attn\.(dt_bias|A_log|conv1d\.weight)": "sharded_weight_loader"},
     ),
     Architecture(

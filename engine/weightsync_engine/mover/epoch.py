@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ..layout.boxes import Box
 from ..layout.codec import (
     decode_sources,
     decode_worker,
@@ -84,6 +85,8 @@ class Epoch:
         self._plan: Plan | None = None
         """On rank 0, which judges; the others keep what they do themselves."""
         self._steps: tuple[LocalStep, ...] | None = None
+        self._weights: dict[str, dict[Box, int]] = {}
+        """Worker: what pieces count in digests, where that is not once."""
 
     @property
     def cancelled(self) -> bool:
@@ -145,6 +148,7 @@ class Epoch:
         self._agree(store, "plan", word, judge_plans, self.deadline, "its plan")
         assert plan is not None  # a rank without one is a problem, which ends the agreement
         self._sources, self._steps = sources, plan.local(self.rank, self._kind.collective)
+        self._weights = plan.weights(self.rank)
         self._plan = plan if self.rank == 0 else None
         self._staging.release()
         self._transport = self._kind(store, self.rank, request.world_size, request.host, self.deadline)
@@ -406,7 +410,7 @@ class Epoch:
     def _sums(self) -> Sums:
         if isinstance(self._manifest, TrainerManifest):
             return source_sums(self._sources, self.rank, self._local)
-        return target_sums(self._manifest, self._local)
+        return target_sums(self._manifest, self._local, self._weights)
 
     # -- agreement -------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -54,8 +54,11 @@ def _held(sources: Sequence[SourceParameter], rank: int) -> Iterator[tuple[Sourc
         yield source, part, Box(of_parameter.start[leading:], of_parameter.shape[leading:])
 
 
-def target_sums(manifest: WorkerManifest, local: LocalTensor) -> Sums:
-    """Of everything that a worker's shadow holds, by its own names; what it holds twice counts twice."""
+def target_sums(
+    manifest: WorkerManifest, local: LocalTensor, weights: Mapping[str, Mapping[Box, int]]
+) -> Sums:
+    """Of everything that a worker's shadow holds, by its own names; what it holds twice counts twice, and what has a
+    weight (`Plan.weights`) as often as that says."""
     pieces = [piece for piece in manifest.pieces if piece.box.size]
 
     def tensors() -> Iterator[tuple[torch.Tensor, Box, tuple[int, ...]]]:
@@ -65,7 +68,8 @@ def target_sums(manifest: WorkerManifest, local: LocalTensor) -> Sums:
 
     sums: Sums = {}
     for piece, value in zip(pieces, box_digests(tensors()), strict=True):
-        sums[piece.name] = (sums.get(piece.name, 0) + value) % MODULUS
+        often = weights.get(piece.name, {}).get(piece.box, 1)
+        sums[piece.name] = (sums.get(piece.name, 0) + often * value) % MODULUS
     return sums
 
 

@@ -12,6 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
+from ..layout.boxes import Box
 from ..layout.tensors import DTYPE_BYTES, Replicate, Shard, SourceParameter
 from .check import check, problem
 from .cuts import Cut, Holders, Place, copies, overlay
@@ -71,7 +72,7 @@ def _routes(
     """Per source and group of servers that it is written to. Notes names that need not travel in `tied`."""
     holders_of = Holders()
     places_of = [_pieces_by_name(group) for group in groups]
-    cuts_of: dict[object, tuple[tuple[Cut, ...], int]] = {}
+    cuts_of: dict[object, tuple[tuple[Cut, ...], int, tuple[tuple[Box, int], ...]]] = {}
     routes: list[Route] = []
     for source in sources:
         held = holders_of(source)
@@ -89,10 +90,13 @@ def _routes(
             found = cuts_of.get(key)
             if found is None:
                 counts = copies(places, source.shape)
-                if len(counts) != 1 or 0 in counts:
-                    raise _uncovered(source, counts, group)
+                if any(0 in c or len(c) > 1 for c in counts.values()):
+                    raise _uncovered(source, set().union(*counts.values()), group)
+                often = {box: next(iter(c)) for box, c in counts.items()}
+                total = math.lcm(*often.values())
+                weights = tuple((box, total // n) for box, n in sorted(often.items()) if n != total)
                 widest = min(envelope.max_targets, group.width)
-                cuts_of[key] = found = overlay(held, places, group.width, widest), counts.pop()
+                cuts_of[key] = found = overlay(held, places, group.width, widest), total, weights
             routes.append(Route(source, name, index, *found))
     return routes
 

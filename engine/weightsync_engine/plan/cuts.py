@@ -109,17 +109,20 @@ def units_of(positions: Sequence[int], width: int, widest: int) -> tuple[Unit, .
     return tuple((1, p) for p in ordered)
 
 
-def copies(places: Sequence[Place], shape: tuple[int, ...]) -> set[int]:
-    """By how many places the elements of a parameter are covered: all numbers that occur."""
+def copies(places: Sequence[Place], shape: tuple[int, ...]) -> dict[Box, set[int]]:
+    """By how many places the elements of each place's box are covered: all numbers that occur. Elements that no place
+    has are counted, 0 times, under the box of the whole parameter."""
     boxes = [p.box for p in places]
     whole = Box.whole(shape)
     if all(b == whole for b in boxes):
-        return {len(boxes)}
+        return {whole: {len(boxes)}}
     cuts = [
         sorted({0, n, *(b.start[d] for b in boxes), *(b.stop[d] for b in boxes)}) for d, n in enumerate(shape)
     ]
-    counts: set[int] = set()
+    counts: dict[Box, set[int]] = {}
     for cell in itertools.product(*(list(itertools.pairwise(c)) for c in cuts)):
         box = Box(tuple(a for a, _ in cell), tuple(b - a for a, b in cell))
-        counts.add(sum(b.contains(box) for b in boxes))
+        around = [b for b in boxes if b.contains(box)]
+        for b in around or [whole]:
+            counts.setdefault(b, set()).add(len(around))
     return counts

@@ -29,7 +29,11 @@ class Route:
     group: int
     cuts: tuple[Cut, ...]
     copies: int
-    """How often each element lives in one server."""
+    """How often each element counts in what a server's digests add up to: as often as it lives there, if that is the
+    same for all of them."""
+    weights: tuple[tuple[Box, int], ...] = ()
+    """Else how often what a piece's box holds is counted, so that it is the same for all: q lives once and k twice in
+    a `qkv_proj` of fewer KV heads than workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +140,8 @@ class Plan:
             if number == len(known) - 1:
                 yield [[c.box.start, c.box.shape, c.ranks, c.turn, c.units] for c in route.cuts]
             yield [route.source.name, route.source.dtype, route.name, route.group, number, route.copies]
+            if route.weights:
+                yield [[box.start, box.shape, weight] for box, weight in route.weights]
             if at in self.parts:
                 yield [[p.cut, p.sender, p.first, p.end] for p in self.parts[at]]
         for s in self.steps:
@@ -180,6 +186,14 @@ class Plan:
         )
 
     # -- one rank ------------------------------------------------------------------------------------------
+
+    def weights(self, rank: int) -> dict[str, dict[Box, int]]:
+        """Of a worker's own names: what its pieces count in digests, where that is not once."""
+        return {
+            route.name: dict(route.weights)
+            for route in self.routes
+            if route.weights and rank in self.groups[route.group].ranks
+        }
 
     def local(self, rank: int, collective: bool = False) -> tuple[LocalStep, ...]:
         """What `rank` does, in order: all that it needs to keep of a plan. `collective`: with the steps in which

@@ -2,7 +2,7 @@
 all.
 
 The model is what the planner must cope with: rows that FSDP cuts unevenly, q/k/v in one live tensor with
-fewer KV heads than tp, a row-parallel projection, a tied head, a vocabulary that is padded, norms.
+fewer KV heads than tp (in one parameter of the checkpoint, too), a row-parallel projection, a tied head, a vocabulary that is padded, norms.
 """
 
 from __future__ import annotations
@@ -48,14 +48,17 @@ DTYPE = "bfloat16"
 def shapes(layers: int) -> dict[str, tuple[int, ...]]:
     result: dict[str, tuple[int, ...]] = {"embed": (VOCAB, HIDDEN), "norm": (HIDDEN,)}
     for i in range(layers):
-        result |= {
-            f"{i}.q": (Q_ROWS, HIDDEN),
-            f"{i}.k": (KV_ROWS, HIDDEN),
-            f"{i}.v": (KV_ROWS, HIDDEN),
-            f"{i}.o": (HIDDEN, Q_ROWS),
-            f"{i}.bias": (5,),
-        }
+        result |= {f"{i}.{name}": (rows, HIDDEN) for name, rows, *_ in projections(i)}
+        result |= {f"{i}.o": (HIDDEN, Q_ROWS), f"{i}.bias": (5,)}
     return result
+
+
+def projections(layer: int) -> list[tuple[str, int, int, int, int]]:
+    """The parameters in `qkv`: name, rows, and where in it q, k and v begin (-1: it has none of that). Odd layers have
+    them in one parameter already, where k and v live more often than q."""
+    if layer % 2:
+        return [("qkv", Q_ROWS + 2 * KV_ROWS, 0, Q_ROWS, Q_ROWS + KV_ROWS)]
+    return [("q", Q_ROWS, 0, -1, -1), ("k", KV_ROWS, -1, 0, -1), ("v", KV_ROWS, -1, -1, 0)]
 
 
 def sources(layers: int, dtype: str = DTYPE) -> tuple[SourceParameter, ...]:
@@ -74,10 +77,16 @@ def destinations(layers: int, tp_rank: int) -> tuple[list[Piece], dict[str, tupl
     ]
     for i in range(layers):
         tensors |= {f"{i}.qkv": (half_q + 2 * KV_ROWS, HIDDEN), f"{i}.o": (HIDDEN, half_q), f"{i}.bias": (5,)}
+        live = {0: (half_q, 0), 1: (KV_ROWS, half_q), 2: (KV_ROWS, half_q + KV_ROWS)}
+        for name, _, *begins in projections(i):
+            for part, begin in enumerate(begins):
+                rows, at = live[part]
+                start = begin + (half_q * tp_rank if part == 0 else 0)
+                if begin >= 0:
+                    pieces.append(
+                        Piece(f"{i}.{name}", Box((start, 0), (rows, HIDDEN)), f"{i}.qkv", (at, 0))
+                    )
         pieces += [
-            Piece(f"{i}.q", Box((half_q * tp_rank, 0), (half_q, HIDDEN)), f"{i}.qkv", (0, 0)),
-            Piece(f"{i}.k", Box((0, 0), (KV_ROWS, HIDDEN)), f"{i}.qkv", (half_q, 0)),
-            Piece(f"{i}.v", Box((0, 0), (KV_ROWS, HIDDEN)), f"{i}.qkv", (half_q + KV_ROWS, 0)),
             Piece(f"{i}.o", Box((0, half_q * tp_rank), (HIDDEN, half_q)), f"{i}.o", (0, 0)),
             Piece(f"{i}.bias", Box((0,), (5,)), f"{i}.bias", (0,)),
         ]

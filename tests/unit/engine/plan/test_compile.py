@@ -88,7 +88,21 @@ def run(sources, workers, trainers, envelope=M2N):
     for step in plan.steps:
         assert violations(step, envelope) == []
     assert plan.bytes_received == kept
+    check_weights(plan)
     return plan
+
+
+def check_weights(plan):
+    """What a server's digests add up to has every element of a parameter equally often."""
+    for route in plan.routes:
+        group = plan.groups[route.group]
+        weights = plan.weights(group.first_rank).get(route.name, {})
+        counted = np.zeros(route.source.shape, np.int64)
+        for worker in group.manifests:
+            for piece in worker.pieces:
+                if piece.name == route.name:
+                    counted[slices(piece.box)] += weights.get(piece.box, 1)
+        assert (counted == route.copies).all(), route.name
 
 
 MESHES = [(1,), (2,), (3,), (4,), (5,), (6,), (2, 2), (2, 3), (3, 2), (1, 4), (2, 1, 2), (1, 2, 3)]
@@ -153,7 +167,27 @@ def one_parameter(draw, name, trainers, servers):
             )
             places = [(box, held, pad, f"live {name}")]
             spots.append([*places, (box, held, pad, f"second {name}")] if twice else places)
+        if only is None and draw(st.integers(0, 3)) == 0:
+            spots[-size:] = draw(fused_rows(name, shape, size))
     return source, spots
+
+
+@st.composite
+def fused_rows(draw, name, shape, size):
+    """Two ranges of rows of one parameter, each cut over as many groups of neighbours as it likes (q and k in one
+    name, with fewer KV heads than workers)."""
+    middle = draw(st.integers(0, shape[0]))
+    spots = [[] for _ in range(size)]
+    for part, start, count in (("q", 0, middle), ("k", middle, shape[0] - middle)):
+        groups = draw(st.sampled_from([g for g in range(1, size + 1) if size % g == 0]))
+        whole = (count, *shape[1:])
+        cut = SourceParameter("", whole, "int8", Mesh((groups,), tuple(range(groups))), (Shard(0),))
+        for w in range(size):
+            box = shard_boxes(cut)[w // (size // groups)]
+            if box is not None and box.size:
+                at = Box((box.start[0] + start, *box.start[1:]), box.shape)
+                spots[w].append((at, box.shape, (0,) * len(shape), f"{part} of {name}"))
+    return spots
 
 
 @st.composite
@@ -242,6 +276,40 @@ def test_kv_heads_fewer_than_tp_go_to_neighbouring_ranks_with_the_shard_axis_out
     (kv,) = (s for s in plan.steps if s.target.shards == 2)
     assert (kv.target.mesh, kv.target.placements) == ((2, 2), (Shard(0), Replicate()))
     assert {r.name: r.copies for r in plan.routes} == {"q": 1, "k": 2, "v": 2}
+
+
+def test_q_and_k_in_one_parameter_with_fewer_kv_heads_than_workers_are_written_and_counted():
+    # C01: as Phi-3 has them. 8 q heads, 2 kv heads, tp 4: q lives once, k twice.
+    params = {"qk": ((40, 16), "bfloat16")}
+    workers = [
+        Worker(
+            4 + w,
+            "s",
+            manifest(
+                params,
+                {
+                    "qk": [
+                        (rows(8 * w, 8), (12, 16), (0, 0), "live"),
+                        (rows(32 + 4 * (w // 2), 4), (12, 16), (8, 0), "live"),
+                    ]
+                },
+            ),
+        )
+        for w in range(4)
+    ]
+    plan = run([fsdp("qk", (40, 16), 4, "bfloat16")], workers, 4)
+    (route,) = plan.routes
+    assert route.copies == 2
+    assert plan.weights(5) == {"qk": {rows(8 * w, 8): 2 for w in range(4)}}
+    assert plan.weights(0) == {}, "trainers count what they hold once"
+
+
+def test_a_piece_of_which_some_elements_live_more_often_than_others_is_refused():
+    params = {"w": ((4, 4), "float32")}
+    spots = [[(rows(0, 4, 4), (4, 4), (0, 0), "w")], [(rows(2, 2, 4), (2, 4), (0, 0), "w")]]
+    workers = [Worker(2 + i, "s", manifest(params, {"w": spot})) for i, spot in enumerate(spots)]
+    found = problem(sources=[fsdp("w", (4, 4), 2)], workers=workers)
+    assert found.reason == "Uncovered" and "[1, 2] copies" in found.message
 
 
 def replicated(params, trainers, workers, server=lambda w: "s"):
@@ -565,6 +633,9 @@ def test_plans_that_differ_in_one_place_have_different_digests():
         dataclasses.replace(base, steps=()),
         dataclasses.replace(base, steps=(dataclasses.replace(base.steps[0], first_unit=1),)),
         dataclasses.replace(base, routes=(dataclasses.replace(base.routes[0], copies=1),)),
+        dataclasses.replace(
+            base, routes=(dataclasses.replace(base.routes[0], weights=((Box.whole((4, 4)), 2),)),)
+        ),
         dataclasses.replace(base, tied={"x": "w"}),
         dataclasses.replace(base, parts={0: [Part(0, 0, 0, 8)]}),
     ]
