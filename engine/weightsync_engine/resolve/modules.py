@@ -234,6 +234,9 @@ def _describe(
         raise Unresolvable(EMPTY)
     if "lora" in type(module).__module__.split("."):
         raise Unresolvable("its layer is wrapped for LoRA adapters")
+    method = getattr(module, "quant_method", None)
+    if method is not None and not _is_moe(module) and type(method).__name__ not in _PLAIN_METHODS:
+        raise Unresolvable(f"its layer keeps weights in the form of {type(method).__name__}", Rerun((path,)))
     if not data.is_contiguous():
         raise Unresolvable(
             f"its live tensor is not contiguous (shape {list(data.shape)}, strides {data.stride()})"
@@ -242,9 +245,6 @@ def _describe(
         raise Unresolvable(f"weights of dtype {base.dtype} cannot travel")
     if _is_moe(module):
         return describe_experts(base, module, leaf, parameter, planned)
-    method = getattr(module, "quant_method", None)
-    if method is not None and type(method).__name__ not in _PLAIN_METHODS:
-        raise Unresolvable(f"its layer keeps weights in the form of {type(method).__name__}", Rerun((path,)))
     if any(getattr(parameter, a, None) is not None for a in _QUANTISED) or any(
         bool(getattr(parameter, a, False)) for a in _TRANSFORMED
     ):

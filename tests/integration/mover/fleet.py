@@ -2,7 +2,8 @@
 all.
 
 The model is what the planner must cope with: rows that FSDP cuts unevenly, q/k/v in one live tensor with
-fewer KV heads than tp (in one parameter of the checkpoint, too), a row-parallel projection, a tied head, a vocabulary that is padded, norms.
+fewer KV heads than tp (in one parameter of the checkpoint, too), a row-parallel projection, a tied head, a
+vocabulary that is padded, norms.
 """
 
 from __future__ import annotations
@@ -83,9 +84,7 @@ def destinations(layers: int, tp_rank: int) -> tuple[list[Piece], dict[str, tupl
                 rows, at = live[part]
                 start = begin + (half_q * tp_rank if part == 0 else 0)
                 if begin >= 0:
-                    pieces.append(
-                        Piece(f"{i}.{name}", Box((start, 0), (rows, HIDDEN)), f"{i}.qkv", (at, 0))
-                    )
+                    pieces.append(Piece(f"{i}.{name}", Box((start, 0), (rows, HIDDEN)), f"{i}.qkv", (at, 0)))
         pieces += [
             Piece(f"{i}.o", Box((0, half_q * tp_rank), (HIDDEN, half_q)), f"{i}.o", (0, 0)),
             Piece(f"{i}.bias", Box((0,), (5,)), f"{i}.bias", (0,)),
