@@ -6,9 +6,14 @@ import contextlib
 import gc
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from weightsync_engine.resolve.experts import KEEPS_WEIGHTS
+
+_ORIGINAL: list[tuple[Any, str, Any]] = []
+"""What `vllm_live_weights` changes: where, name, value before."""
 LIVE_WEIGHTS = Path(__file__).parents[1] / "vllm_live_weights"
 
 
@@ -22,10 +27,31 @@ def keep_weights() -> Iterator[None]:
         }.items():  # fmt: skip
             patch.setenv(name, value)
         patch.syspath_prepend(str(LIVE_WEIGHTS))
+        import vllm._custom_ops as ops
+        from vllm.model_executor.layers import utils
+        from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+        changed = [(ops, "_supports_onednn"), (utils, "check_cpu_sgl_kernel")]
+        kinds = (cpu_moe.CPUUnquantizedExperts, cpu_moe.X86CPUUnquantizedExperts)
+        changed += [(k, n) for k in kinds for n in ("process_weights_after_loading", "apply", KEEPS_WEIGHTS)]
+        _ORIGINAL.extend((where, name, vars(where).get(name)) for where, name in changed)
         import vllm_live_weights
 
         vllm_live_weights.register()
         yield
+
+
+@pytest.fixture
+def packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's CPU build as it is: it packs weights after load."""
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()  # once in a process; not in the middle of the test
+    for where, name, value in _ORIGINAL:
+        if value is not None:
+            monkeypatch.setattr(where, name, value)
+        elif name in vars(where):
+            monkeypatch.delattr(where, name)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -25,10 +25,16 @@ INTRODUCTION = """\
 How much of a model's weights a server takes directly into its live tensors, as a share of all bytes of all its
 workers. Generated (`make generate`) from tiny random models of each architecture, which vLLM {vllm} itself
 built and loaded, worker by worker; the same run compares every live tensor bit for bit with a fresh load
-(`tests/resolver`). An empty cell was not tried. Weights are unquantised. The size of a model changes the
-shares, the layout does not. Experts count as direct where vLLM computes with its Triton kernels
-(`--moe-backend triton`). The rest goes whole to every worker and through vLLM's own loader, at the flip; a model with
-anything for which that cannot be seen to be right is refused with the reason.
+(`tests/resolver`). An empty cell was not tried. The size of a model changes the shares, the layout does not. Experts
+count as direct where vLLM computes with its Triton kernels (`--moe-backend triton`). The rest goes whole to every
+worker and through vLLM's own loader, at the flip; a model with anything for which that cannot be seen to be right is
+refused with the reason.
+
+Weights here are unquantised. Linear layers that vLLM quantises as it loads them (`--quantization fp8_per_channel`) go
+through its layerwise reload and come out as from a fresh load, absorbed MLA matrices included; the rest of such a
+model is direct. Refused: checkpoints that are quantised themselves, and scales that workers of one server agree on as
+they load (row-parallel layers at TP > 1). Quantised experts are left to the trial at a server's start, which looks at
+what their kernels keep as well; it was never seen, as no CPU build has such kernels.
 
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -164,3 +165,54 @@ def test_a_loader_that_loads_less_than_when_it_was_tried_is_told(
     monkeypatch.setattr(model, "load_weights", nothing)
     with pytest.raises(LoaderError, match=r"did not load permuted\.weight"):
         reload.load(values(2).__getitem__)
+
+
+@pytest.mark.parametrize("collective", ["torch", "vllm"])
+def test_a_reload_that_would_wait_for_the_servers_other_workers_is_not_used(
+    model: Model, monkeypatch: pytest.MonkeyPatch, collective: str
+) -> None:
+    """Scales that are agreed between workers: one that failed before would be waited for without end."""
+    from vllm.distributed.parallel_state import GroupCoordinator
+
+    first, process = state(model), Reversing.process_weights_after_loading
+
+    def agreeing(self: Reversing, layer: nn.Module) -> None:
+        largest = layer.weight.detach().amax()
+        if collective == "torch":
+            torch.distributed.all_reduce(largest)
+        else:
+            GroupCoordinator.all_reduce(object.__new__(GroupCoordinator), largest)
+        process(self, layer)
+
+    monkeypatch.setattr(Reversing, "process_weights_after_loading", agreeing)
+    before = torch.distributed.all_reduce
+    (why,) = loader(model).rehearse(values(1).__getitem__).values()
+    assert "calls all_reduce" in why and "others" in why
+    assert state(model) == first
+    assert torch.distributed.all_reduce is before
+
+
+def test_a_copy_that_a_layers_kernel_keeps_is_found_and_must_be_made_anew(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # C04
+    def keeps(self: Reversing, layer: nn.Module) -> None:
+        layer.weight = nn.Parameter(layer.weight.detach().flip(0).contiguous(), requires_grad=False)
+        self.config = SimpleNamespace(kept=[layer.weight.detach().clone()])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Reversing, "process_weights_after_loading", keeps)
+        for layer in (model.permuted, model.other):
+            layer.quant_method.process_weights_after_loading(layer)
+            layer.quant_method.process_weights_after_loading(layer)
+            layer._parameters.pop("scale")
+        kept = model.permuted.quant_method.config.kept[0]
+        group = replace(GROUP, live=("permuted.weight",))
+        config = VllmConfig()
+        config.model_config = SimpleNamespace(dtype=torch.float32)
+        again = ModelLoader(model, [group], config)
+        (why,) = again.rehearse(
+            {"permuted.weight": model.permuted.weight.detach().flip(0).clone()}.__getitem__
+        ).values()
+    assert "moves permuted.quant_method.config.kept.0 to other memory" in why
+    assert model.permuted.quant_method.config.kept[0] is kept

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.resolver.matrix import DTYPE, WANT, Folders, bits, fill, load, move, resolved_as, tensors
+from tests.resolver.matrix import DTYPE, WANT, Folders, bits, fill, flip, load, move, resolved_as, tensors
 from tests.resolver.models import ARCHITECTURES, Architecture
 from torch import nn
 
@@ -434,21 +434,71 @@ def test_experts_of_an_unknown_kernel_go_through_vllms_reload_only_if_it_restore
     assert all("OtherExperts" in why and "cannot be used" in why for why in told.unresolved.values())
 
 
-def test_a_reload_that_would_move_absorbed_matrices_is_not_used(folders: Folders) -> None:
-    """vLLM's reload makes them anew, and captured graphs would go on to read the old ones."""
-    # C28
-    folder = folders(named("DeepseekV3ForCausalLM"), 1)
-    worker = build_worker(folder, 1, Parallel(2), weights=True, dtype=DTYPE)
-    own = [(n, m) for n, m in worker.model.named_modules() if "W_UV" in m._parameters]
-    for _, module in own:
-        for leaf in ("W_UV", "W_UK_T"):
+def with_copies(worker: OfflineWorker) -> None:
+    """As some platforms have it: absorbed matrices that are no views of the weight."""
+    for module in worker.model.modules():
+        for leaf in ("W_UV", "W_UK_T") if "W_UV" in module._parameters else ():
             module._parameters[leaf] = nn.Parameter(
                 module._parameters[leaf].data.clone(), requires_grad=False
             )
-    told = loaded(worker, folder).manifest
+
+
+def test_absorbed_matrices_that_are_copies_are_made_anew_in_their_memory_by_vllms_reload(
+    folders: Folders,
+) -> None:
+    # C04, C28
+    first, second, third = (folders(named("DeepseekV3ForCausalLM"), seed) for seed in (1, 2, 3))
+    worker = build_worker(first, 1, Parallel(2), weights=True, dtype=DTYPE)
+    with_copies(worker)
+    where = {n: t.data_ptr() for n, t in tensors(worker.model)}
+    resolved = loaded(worker, first)
+    weights = {f"model.layers.{i}.self_attn.kv_b_proj.weight" for i in (0, 1)}
+    assert (resolved.manifest.unresolved, set(resolved.manifest.fallback)) == ({}, weights)
+    shadow = Shadow(resolved, Slab.create(resolved.slab_bytes))
+    for number, folder in enumerate((second, third, second), start=1):
+        shadow.slab.begin_write()
+        fill(resolved, shadow.slab, load(folder))
+        flip(worker, shadow, number)
+        live = dict(tensors(worker.model))
+        assert {n: t.data_ptr() for n, t in live.items()} == where
+        fresh = dict(tensors(build_worker(folder, 1, Parallel(2), weights=True, dtype=DTYPE).model))
+        for name, tensor in fresh.items():
+            assert torch.equal(bits(live[name]), bits(tensor)), name
+
+
+@pytest.mark.parametrize("leaf", ["W_UV", "W_UK_T"])
+def test_a_reload_that_moves_an_absorbed_matrix_or_leaves_it_is_not_used(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch, leaf: str
+) -> None:
+    """Captured graphs would go on to read the old one."""
+    # C28
+    from vllm.model_executor.layers.attention import mla_attention
+
+    folder = folders(named("DeepseekV3ForCausalLM"), 1)
+    worker = build_worker(folder, 1, Parallel(2), weights=True, dtype=DTYPE)
+    with_copies(worker)
+    replace_parameter = mla_attention.replace_parameter
+
+    def moving(layer: nn.Module, name: str, tensor: torch.Tensor, prefer_copy: bool = False) -> None:
+        replace_parameter(layer, name, tensor, prefer_copy and name != leaf)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mla_attention, "replace_parameter", moving)
+        told = loaded(worker, folder).manifest
     assert told.fallback == {}
     for layer in (0, 1):
-        assert "other memory" in told.unresolved[f"model.layers.{layer}.self_attn.kv_b_proj.weight"]
+        why = told.unresolved[f"model.layers.{layer}.self_attn.kv_b_proj.weight"]
+        assert f"{leaf} to other memory" in why
+
+    def leaving(layer: nn.Module, name: str, *rest: Any, **more: Any) -> None:
+        if name != leaf:
+            replace_parameter(layer, name, *rest, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mla_attention, "replace_parameter", leaving)
+        told = loaded(worker, folder).manifest
+    assert told.fallback == {}
+    assert f"{leaf}" in told.unresolved["model.layers.0.self_attn.kv_b_proj.weight"].partition("it leaves")[2]
 
 
 def test_a_loader_that_fails_in_a_flip_leaves_the_worker_torn_and_names_the_parameter(

@@ -26,6 +26,18 @@ _KERNELS = {
 }
 
 
+def other_form(what: str, method: Any, path: str) -> Unresolvable:
+    """Of weights that a quantisation method keeps as no trainer has them. vLLM's online methods quantise what is
+    loaded, each time that it is loaded; of others the checkpoint is quantised itself."""
+    kept = f"its {what} keep{'s' if what == 'layer' else ''} weights in the form of {type(method).__name__}"
+    if getattr(method, "uses_meta_device", False):
+        return Unresolvable(kept, Rerun((path,)))
+    return Unresolvable(
+        f"{kept}, which are quantised in the checkpoint, and a trainer's are not; serve the checkpoint that the "
+        "trainer began with, quantised by vLLM as it loads it (--quantization fp8_per_channel, for one) or not at all"
+    )
+
+
 def describe_experts(
     base: LiveTensor, module: Any, leaf: str, parameter: nn.Parameter, planned: bool
 ) -> LiveTensor:
@@ -37,7 +49,7 @@ def describe_experts(
         raise Unresolvable(f"its experts are kept by {kind.__name__}, whose layout is not known")
     method = module.quant_method
     if type(method).__name__ != "UnquantizedFusedMoEMethod":
-        raise Unresolvable(f"its experts are kept in the form of {type(method).__name__}")
+        raise other_form("experts", method, base.name.rpartition(".")[0])
     config = module.moe_config
     parallel = config.moe_parallel_config
     if parallel.enable_eplb:
@@ -195,8 +207,8 @@ def _check_kernel(method: Any, path: str) -> None:
         return
     if "cpu_moe" in kind.__module__:
         raise Unresolvable(
-            "this build of vLLM keeps the weights of experts in a packed form, which cannot be updated; serve "
-            "on a GPU"
+            "this build of vLLM keeps the weights of experts in a packed form, which cannot be updated (vLLM's own "
+            "reload makes another one of the same weights); serve on a GPU"
         )
     raise Unresolvable(
         f"its experts are computed by {kind.__name__}, which is not known to keep weights as they are loaded; "

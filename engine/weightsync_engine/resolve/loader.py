@@ -9,8 +9,12 @@ checkpoint that is live already, after which the live tensors must be what they 
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -71,11 +75,12 @@ class ModelLoader:
         """It loaded what it loaded in the rehearsal, to the same places."""
         if self._loaded is not None and loaded is not None and (less := self._loaded - loaded):
             raise LoaderError(f"vLLM's loader did not load {min(less)}, which it did when it was tried")
-        for name, address in self._memory.items():
-            if _address(_find(self._model, name)) != address:
-                raise LoaderError(
-                    f"vLLM's loader moved {name} to other memory, which running kernels do not read"
-                )
+        for group in self.groups if self._memory else ():
+            for name, tensor in self._tensors(group):
+                if _address(tensor) != self._memory.get(name):
+                    raise LoaderError(
+                        f"vLLM's loader moved {name} to other memory, which running kernels do not read"
+                    )
         self._loaded = loaded
 
     def unfit(self, group: Rerunnable, planned: bool) -> str:
@@ -103,25 +108,31 @@ class ModelLoader:
         Returns:
             The groups for which vLLM's loader does not do that, each with what happened.
         """
-        paths = {name.rpartition(".")[0] for group in self.groups for name in group.live}
-        had = _registered(self._model.get_submodule(path) for path in sorted(paths))
-        kept = {name: tensor for group in self.groups for name, tensor in self._tensors(group)}
+        had = self._registered()
+        kept: dict[str, torch.Tensor] = {}
+        held: dict[Rerunnable, list[str]] = {}
+        for group in self.groups:
+            found = dict(self._tensors(group))
+            kept |= found
+            held[group] = list(found)
         before = {name: tensor.detach().clone() for name, tensor in kept.items()}
         addresses = {name: _address(tensor) for name, tensor in kept.items()}
         failed: dict[Rerunnable, str] = {}
         try:
-            for group in self.groups:
-                for name in group.live:
-                    _spoil(kept[name])
+            # What is made from the weights after load is spoilt too: a reload that would leave it as it is must not
+            # pass for one that makes it anew.
+            for name, tensor in kept.items():
+                _spoil(tensor, before[name])
             self.load(whole)
-            for group in self.groups:
-                for name, tensor in self._tensors(group):
-                    if _address(tensor) != addresses.get(name):
-                        failed[group] = f"moves {name} to other memory, which running kernels do not read"
-                    elif not _equal(tensor, before[name]):
-                        failed[group] = f"leaves other values in {name}"
-                    if group in failed:
-                        break
+            for group, names in held.items():
+                now = dict(self._tensors(group))
+                moved = [n for n, t in now.items() if _address(t) != addresses.get(n)]
+                gone = [n for n in names if n not in now]
+                other = [n for n in names if n in now and not _equal(now[n], before[n])]
+                if moved:
+                    failed[group] = f"moves {moved[0]} to other memory, which running kernels do not read"
+                elif gone or other:
+                    failed[group] = f"drops {gone[0]}" if gone else f"leaves other values in {other[0]}"
         except LoaderError as e:
             failed = dict.fromkeys(self.groups, str(e).removeprefix("vLLM's loader "))
         finally:
@@ -132,33 +143,62 @@ class ModelLoader:
                     if not _equal(tensor, before[name]):
                         tensor.data.copy_(before[name])
         if not failed:
-            self._memory = {name: addresses[name] for group in self.groups for name in group.live}
+            self._memory = addresses
         return {
             group: f"vLLM's own loader cannot be used: run again with the checkpoint's own values, it {what}"
             for group, what in failed.items()
         }
 
     def _tensors(self, group: Rerunnable) -> Iterator[tuple[str, torch.Tensor]]:
-        """The group's live tensors, and all that reloaded modules keep."""
+        """The group's live tensors, and all that reloaded modules and their kernels keep beside what they share with
+        the rest of the model."""
         for name in group.live:
             yield name, _find(self._model, name)
+        if not group.modules:
+            return
+        from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
+
+        owners = self._owners
+        known = set(group.live)
+
+        def inside(name: str) -> bool:
+            return name in group.live or any(name.startswith(f"{path}.") for path in group.modules)
+
         for path in group.modules:
             for below, module in self._model.get_submodule(path).named_modules(prefix=path):
-                held = {**vars(module), **module._parameters, **module._buffers}
-                kernel = getattr(module, "impl", None)
-                held |= {f"impl.{n}": t for n, t in getattr(kernel, "__dict__", {}).items()}
-                for leaf, tensor in held.items():
-                    if isinstance(tensor, torch.Tensor) and f"{below}.{leaf}" not in group.live:
-                        yield f"{below}.{leaf}", tensor
+                for leaf, tensor in held_by(module):
+                    name = f"{below}.{leaf}"
+                    if name in known or leaf in SKIP_LOAD_TENSORS or leaf in _HOST or tensor.numel() == 0:
+                        continue
+                    if all(inside(owner) for owner in owners.get(tensor.untyped_storage().data_ptr(), ())):
+                        known.add(name)
+                        yield name, tensor
+
+    @functools.cached_property
+    def _owners(self) -> dict[int, list[str]]:
+        """Memory -> the parameters and buffers of the model in it, before anything was loaded again."""
+        found: dict[int, list[str]] = {}
+        for path, module in self._model.named_modules():
+            for leaf, tensor in {**module._parameters, **module._buffers}.items():
+                if tensor is not None and not tensor.is_meta:
+                    found.setdefault(tensor.untyped_storage().data_ptr(), []).append(f"{path}.{leaf}")
+        return found
+
+    def _registered(self) -> _Registered:
+        """Of all modules that loading may change."""
+        paths = {name.rpartition(".")[0] for group in self.groups for name in group.live}
+        modules = [self._model.get_submodule(path) for path in sorted(paths)]
+        modules += [m for path in self._modules for m in self._model.get_submodule(path).modules()]
+        return _registered(modules)
 
     @contextlib.contextmanager
     def _vllm(self) -> Iterator[None]:
-        if self._config is None:
-            yield
-            return
-        from vllm.config import set_current_vllm_config
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_alone())
+            if self._config is not None:
+                from vllm.config import set_current_vllm_config
 
-        with set_current_vllm_config(self._config):
+                stack.enter_context(set_current_vllm_config(self._config))
             yield
 
     @contextlib.contextmanager
@@ -175,7 +215,7 @@ class ModelLoader:
         )
 
         roots = [self._model.get_submodule(path) for path in self._modules]
-        had = _registered(module for root in roots for module in root.modules())
+        had = self._registered()
         try:
             for root in roots:
                 initialize_layerwise_reload(root)
@@ -183,13 +223,14 @@ class ModelLoader:
             for root in roots:
                 finalize_layerwise_reload(root, self._config.model_config)
         except BaseException:
-            for module, _, _ in had:
-                get_layerwise_info(module).reset()
+            for root in roots:
+                for module in root.modules():
+                    get_layerwise_info(module).reset()
             _put_back(had)
             raise
         finally:
             # A loader left wrapped would ignore what it is given outside of a reload.
-            for _, parameters, buffers in had:
+            for _, parameters, buffers, _ in had:
                 for tensor in (*parameters.values(), *buffers.values()):
                     loader = getattr(tensor, "weight_loader", None)
                     while getattr(loader, "__name__", "") == "online_process_loader":
@@ -197,21 +238,117 @@ class ModelLoader:
                         tensor.weight_loader = loader  # type: ignore[union-attr]
 
 
-_Registered = list[tuple[nn.Module, dict[str, nn.Parameter | None], dict[str, torch.Tensor | None]]]
+_Registered = list[
+    tuple[
+        nn.Module,
+        dict[str, nn.Parameter | None],
+        dict[str, torch.Tensor | None],
+        list[tuple[dict[str, Any], dict[str, Any]]],
+    ]
+]
 
 
 def _registered(modules: Iterable[nn.Module]) -> _Registered:
-    """The modules, once each, with the tensors that they own."""
+    """The modules, once each, with the tensors that they own, and the attributes of them and of their kernels."""
     every = {id(module): module for module in modules}
-    return [(module, dict(module._parameters), dict(module._buffers)) for module in every.values()]
+    return [
+        (
+            module,
+            dict(module._parameters),
+            dict(module._buffers),
+            [(held, dict(held)) for held in (vars(module), *(vars(part) for _, part in _kernels(module)))],
+        )
+        for module in every.values()
+    ]
 
 
 def _put_back(had: _Registered) -> None:
-    for module, parameters, buffers in had:
+    for module, parameters, buffers, attributes in had:
+        for now, then in attributes:
+            now.clear()
+            now.update(then)
         module._parameters.clear()
         module._parameters.update(parameters)
         module._buffers.clear()
         module._buffers.update(buffers)
+
+
+_HOST = ("_k_scale_cpu", "_v_scale_cpu")
+"""What attention layers keep for the host beside the scales of their KV cache, made anew each time: no kernel reads
+that memory later."""
+_DEPTH = 4
+"""How far below a module's kernel tensors are looked for."""
+
+
+def held_by(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors that a module keeps itself, under their names: parameters, buffers, attributes, and what its kernels
+    keep. Submodules are left out."""
+    own = {**vars(module), **module._parameters, **module._buffers}
+    yield from ((leaf, tensor) for leaf, tensor in own.items() if isinstance(tensor, torch.Tensor))
+    seen: set[int] = set()
+    for name, kernel in _kernels(module):
+        yield from _inside(kernel, name, seen, _DEPTH)
+
+
+def _kernels(module: nn.Module) -> list[tuple[str, Any]]:
+    """What computes for a module and is no part of the tree of modules."""
+    found = [(name, getattr(module, name, None)) for name in ("impl", "quant_method")]
+    return [
+        (name, part)
+        for name, part in found
+        if isinstance(getattr(part, "__dict__", None), dict) and not isinstance(part, nn.Module)
+    ]
+
+
+def _inside(value: Any, name: str, seen: set[int], depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+        return
+    if depth == 0 or id(value) in seen or isinstance(value, (nn.Module, type)):
+        return
+    seen.add(id(value))
+    parts: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        parts = value.items()
+    elif isinstance(value, (list, tuple)):
+        parts = enumerate(value)
+    elif type(value).__module__.partition(".")[0] not in ("torch", "builtins"):
+        parts = getattr(value, "__dict__", {}).items()
+    for leaf, part in list(parts):
+        yield from _inside(part, f"{name}.{leaf}", seen, depth - 1)
+
+
+_COLLECTIVES = (
+    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all_single", "barrier",
+    "broadcast", "broadcast_object_list", "reduce_scatter_tensor",
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """While a loader runs, nothing may wait for the server's other workers: one of them may have failed before it got
+    there, and the rest would wait for ever. (Online quantisation agrees on scales where it cuts a layer.)"""
+    import torch.distributed as dist
+    from vllm.distributed.parallel_state import GroupCoordinator
+
+    here = threading.get_ident()
+    others = not dist.is_initialized() or dist.get_world_size() > 1
+
+    def guarded(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if others and threading.get_ident() == here:
+                raise RuntimeError(
+                    f"it calls {name}, and a worker that waits for the server's others may wait for ever"
+                )
+            return collective(*args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for where, name in itertools.product((dist, GroupCoordinator), _COLLECTIVES):
+            if (collective := getattr(where, name, None)) is not None:
+                stack.enter_context(mock.patch.object(where, name, guarded(name, collective)))
+        yield
 
 
 def _find(model: nn.Module, name: str) -> torch.Tensor:
@@ -234,9 +371,7 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(*bits)
 
 
-def _spoil(tensor: torch.Tensor) -> None:
-    """Every element becomes another one."""
-    if tensor.is_contiguous():
-        tensor.detach().reshape(-1).view(torch.uint8).bitwise_not_()
-    else:
-        tensor.detach().zero_()
+def _spoil(tensor: torch.Tensor, right: torch.Tensor) -> None:
+    """Every element becomes another one than in `right`, also where two tensors share memory."""
+    wrong = right.detach().contiguous().reshape(-1).view(torch.uint8).bitwise_not()
+    tensor.detach().copy_(wrong.view(tensor.dtype).reshape(tensor.shape))

@@ -17,14 +17,15 @@ import torch
 from torch import nn
 
 from ..layout.tensors import DTYPE_BYTES
-from .experts import describe_experts
+from .experts import describe_experts, other_form
 from .names import NameRules
 from .placement import LiveTensor
 from .shards import Rerun, Unresolvable, even, merged, qkv, vocabulary
 
 EMPTY = (
-    "its live tensor is empty: this build of vLLM keeps a packed copy of the weights in place of them, "
-    "which cannot be updated; serve on a GPU, or with a build that keeps weights as they are"
+    "its live tensor is empty: this build of vLLM keeps a packed copy of the weights in place of them, which cannot be "
+    "updated (vLLM's own reload leaves that of a tied head as it was); serve on a GPU, or with a build that keeps "
+    "weights as they are"
 )
 _QUANTISED = ("packed_dim", "packed_factor", "marlin_tile_size")
 _TRANSFORMED = ("needs_scalar_to_array", "is_sharded_weight", "is_transposed", "use_bitsandbytes_4bit")
@@ -236,7 +237,7 @@ def _describe(
         raise Unresolvable("its layer is wrapped for LoRA adapters")
     method = getattr(module, "quant_method", None)
     if method is not None and not _is_moe(module) and type(method).__name__ not in _PLAIN_METHODS:
-        raise Unresolvable(f"its layer keeps weights in the form of {type(method).__name__}", Rerun((path,)))
+        raise other_form("layer", method, path)
     if not data.is_contiguous():
         raise Unresolvable(
             f"its live tensor is not contiguous (shape {list(data.shape)}, strides {data.stride()})"

@@ -406,8 +406,6 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
 def refusal(config: VllmConfig) -> str:
     """Why this server's set-up as a whole cannot be updated in place; empty: it can."""
     parallel = config.parallel_config
-    if config.model_config.quantization is not None:
-        return f"quantised weights ({config.model_config.quantization}) cannot be written directly"
     if config.lora_config is not None:
         return "serving with LoRA adapters is not supported"
     if parallel.enable_eplb:

@@ -39,8 +39,8 @@ OBJECT = "7d9f3a52-0000-4000-8000-000000000001"
 
 
 @contextlib.contextmanager
-def in_process(model: Path) -> Iterator[Any]:
-    """vLLM in this process, built as a server builds it: plugin, engine, shadow, mover."""
+def in_process(model: Path, **more: Any) -> Iterator[Any]:
+    """vLLM in this process, built as a server builds it: plugin, engine, shadow, mover. `more`: of vLLM's arguments."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -55,11 +55,11 @@ def in_process(model: Path) -> Iterator[Any]:
         from vllm import LLM
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-        llm = LLM(
-            str(model), dtype="float32", enforce_eager=True, max_model_len=256,
-            kv_cache_memory_bytes=64 << 20, skip_tokenizer_init=True, seed=0,
-            weight_transfer_config={"backend": "weightsync"},
-        )  # fmt: skip
+        arguments: dict[str, Any] = {
+            "dtype": "float32", "enforce_eager": True, "max_model_len": 256, "kv_cache_memory_bytes": 64 << 20,
+            "skip_tokenizer_init": True, "seed": 0, "weight_transfer_config": {"backend": "weightsync"},
+        }  # fmt: skip
+        llm = LLM(str(model), **arguments | more)
         core = llm.llm_engine.engine_core
         try:
             yield llm

@@ -402,7 +402,6 @@ def test_set_ups_that_cannot_be_updated_are_refused_with_the_reason(
         ("parallel_config", {"nnodes": 2}, "several pods"),
         ("parallel_config", {"data_parallel_size": 2}, "data parallelism over several pods"),
         ("parallel_config", {"distributed_executor_backend": "ray"}, "Ray"),
-        ("model_config", {"quantization": "fp8"}, "fp8"),
     ]:
         assert word in refusal(Changed(config, **{part: Changed(getattr(config, part), **change)}))
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
