@@ -43,7 +43,7 @@ from ..transport.presence import Presence
 from ..transport.store import EpochStore, check_cancelled, connect_store
 from .memory import Staging
 from .slab import Slab
-from .verify import Summed, judge_digests, of_sources, of_targets, shards_of
+from .verify import Summed, content_of, judge_digests, of_sources, of_targets, sent_sums, shards_of
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +71,8 @@ class Epoch:
         self.usable = True
         """False once the communicator is of no use any more: only another epoch helps."""
         self.progress: dict[str, Any] = {}
+        self.content = ""
+        """On rank 0: of the last transfer's weights, `verify.content_of`."""
         self.deadline = _inner_deadline(request.deadline_seconds)
         self._manifest = manifest
         self._slab = slab
@@ -285,6 +287,7 @@ class Epoch:
         deadline = _inner_deadline(request.deadline_seconds)
         stall = min(STALL_SECONDS, request.deadline_seconds / 3)
         scope = store.scope = f"round-{request.round}"
+        self.content = ""
         self.progress = {"step": 0, "steps": 0, "bytes_done": 0, "bytes_total": 0}
 
         # A trainer's stream may have work to do before it copies the snapshot: waited for, but not to the end.
@@ -334,7 +337,14 @@ class Epoch:
 
     def _judge_verdict(self, words: Sequence[Word]) -> Problem | None:
         assert self._plan is not None
-        return first_problem(words) or judge_digests([w["sums"] for w in words], self._sources, self._plan)
+        if (problem := first_problem(words)) is not None:
+            return problem
+        sums = [w["sums"] for w in words]
+        sent = sent_sums(sums, self._sources)
+        if isinstance(sent, Problem):
+            return sent
+        self.content = content_of(sent)
+        return judge_digests(sums, sent, self._plan)
 
     def _run_steps(
         self,

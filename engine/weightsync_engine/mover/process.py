@@ -271,7 +271,7 @@ class Mover:
         changes: dict[str, Any]
         try:
             epoch.transfer(request, lambda **now: self._progress(epoch, request, now))
-            changes = {"phase": RoundPhase.VERIFIED}
+            changes = {"phase": RoundPhase.VERIFIED, "content": epoch.content}
         except BaseException as e:
             log.warning("round %d failed: %s", request.round, e, exc_info=not isinstance(e, Failure))
             changes = {"phase": RoundPhase.FAILED, "problem": problem_of(e)}

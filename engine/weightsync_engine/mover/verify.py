@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ..digest import MODULUS, Digests
@@ -80,12 +81,16 @@ def of_targets(
     return Summed([piece.name for piece in pieces], Digests(boxes), often)
 
 
-def judge_digests(words: Sequence[Sums], sources: Sequence[SourceParameter], plan: Plan) -> Problem | None:
-    """Every server must hold each parameter as often as planned, bit for bit as the trainer sent it.
+def content_of(sent: Sums) -> str:
+    """One word for all that the trainer holds, 32 hex digits: equal for equal bits, however they are sharded."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, value in sorted(sent.items()):
+        digest.update(f"{name}={value}\n".encode())
+    return digest.hexdigest()
 
-    `words` holds each rank's sums. Replicas inside the trainer must be equal too, and so must parameters that
-    share one storage in the servers.
-    """
+
+def sent_sums(words: Sequence[Sums], sources: Sequence[SourceParameter]) -> Sums | Problem:
+    """Of each parameter as a whole, by the trainer ranks' sums. Replicas inside the trainer must be equal."""
     sent: Sums = {}
     holders_of = Holders()
     for source in sources:
@@ -103,6 +108,14 @@ def judge_digests(words: Sequence[Sums], sources: Sequence[SourceParameter], pla
                     )
             total += values[0] or 0
         sent[source.name] = total % MODULUS
+    return sent
+
+
+def judge_digests(words: Sequence[Sums], sent: Sums, plan: Plan) -> Problem | None:
+    """Every server must hold each parameter as often as planned, bit for bit as the trainer sent it.
+
+    `words` holds each rank's sums. Parameters that share one storage in the servers must be equal, too.
+    """
     for name in sorted(plan.tied):
         other = plan.tied[name]
         if sent[name] != sent[other]:

@@ -114,6 +114,8 @@ class RoundState(Message):
     bytes_total: int = 0
     seconds: float | None = None
     """Duration of the transfer, verification included, once it has ended."""
+    content: Annotated[str, Field(max_length=64)] = ""
+    """From the lead, once verified: one word for the weights, equal for equal bits, whatever the version."""
     problem: Problem | None = None
 
 

@@ -44,6 +44,8 @@ class MoverRound(Message):
     bytes_done: int = 0
     bytes_total: int = 0
     seconds: float | None = None
+    content: str = ""
+    """On rank 0, once verified: one word for the weights, equal for equal bits."""
     problem: Problem | None = None
 
 

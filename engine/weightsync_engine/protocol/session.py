@@ -117,6 +117,7 @@ class Round:
     bytes_done: int = 0
     bytes_total: int = 0
     seconds: float | None = None
+    content: str = ""
     problem: Problem | None = None
 
 
@@ -904,7 +905,8 @@ def _see_round(session: Session) -> tuple[Session, tuple[Effect, ...]]:
             return _fail_round(session, r.problem or _problem("TransferFailed", "the mover gave no reason"))
     if len(mine) == session.pod.local_ranks and all(r.phase is RoundPhase.VERIFIED for r in mine):
         seconds = max((r.seconds for r in mine if r.seconds is not None), default=None)
-        round_ = replace(round_, phase=RoundPhase.VERIFIED, deadline=None, seconds=seconds)
+        content = next((r.content for r in mine if r.content), "")
+        round_ = replace(round_, phase=RoundPhase.VERIFIED, deadline=None, seconds=seconds, content=content)
         return replace(session, round=round_), ()
     return session, ()
 
@@ -1142,6 +1144,7 @@ def agent_state(session: Session, revision: int, problem: Problem | None = None)
             bytes_done=round_.bytes_done,
             bytes_total=round_.bytes_total,
             seconds=round_.seconds,
+            content=round_.content,
             problem=round_.problem,
         ),
         problem=problem,

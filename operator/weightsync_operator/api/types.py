@@ -303,6 +303,12 @@ class RoundReport(ReportModel):
     reason: Short = ""
     message: Text = ""
     attempts: int = Field(default=1, description="Failures in a row of the same version for the same reason.")
+    content: Annotated[str, Field(max_length=64)] = Field(
+        default="", description="One word for the weights: equal for equal bits, whatever the version."
+    )
+    alike: int = Field(
+        default=1, description="Versions in a row up to this one whose weights are equal, bit for bit."
+    )
 
 
 class Report(ApiModel):

@@ -12,7 +12,18 @@ from weightsync_engine.protocol.messages import Published
 from .. import names
 from ..api.types import Condition
 from .members import Roster
-from .rounds import Memory, Observed, Settings, committed_version, holds, published, serves, target
+from .rounds import (
+    UNCHANGED,
+    Memory,
+    Observed,
+    Settings,
+    committed_version,
+    holds,
+    published,
+    serves,
+    target,
+    unchanged,
+)
 
 Status = Literal["True", "False", "Unknown"]
 
@@ -217,12 +228,17 @@ def in_sync(view: View) -> Verdict:
     return _first(
         view,
         (_no_version_yet, _spec_version_not_published, _no_members_to_ask, _pods_behind),
-        Verdict(
-            "True",
-            names.IN_SYNC_REASON,
-            f"{_count(len(view.roster.inference), 'inference pod')} serve {committed_version(facts)}",
+        _payload(
+            view, f"{_count(len(view.roster.inference), 'inference pod')} serve {committed_version(facts)}"
         ),
     )
+
+
+def _payload(view: View, told: str) -> Verdict:
+    """In sync, and whether what arrives is news at all."""
+    if unchanged(view.memory.last_committed):
+        return Verdict("True", names.PAYLOAD_UNCHANGED, f"{told}; payload unchanged: {UNCHANGED}")
+    return Verdict("True", names.IN_SYNC_REASON, told)
 
 
 def _no_members_to_ask(view: View) -> Verdict | None:
@@ -282,7 +298,7 @@ def ready(view: View) -> Verdict:
             _before_first_version,
             _of(in_sync),
         ),
-        Verdict("True", names.IN_SYNC_REASON, sync.message),
+        Verdict("True", sync.reason, sync.message),
     )
 
 

@@ -59,6 +59,9 @@ from .members import SILENT_AFTER, Gate, Member, Pod, Remark, Roster, resolve
 MAX_SECONDS = 86400.0
 """The longest time that a message can carry."""
 
+ALIKE_VERSIONS = 3
+"""So many versions in a row with the same weights, and training does not arrive."""
+
 _ENDED = (RoundPhase.COMMITTED, RoundPhase.ABORTED, RoundPhase.FAILED)
 
 
@@ -133,6 +136,7 @@ class RoundRun:
     decide_by: float
     seconds: float | None = None
     bytes_total: int = 0
+    content: str = ""
     rolled_forward: bool = False
 
 
@@ -255,6 +259,18 @@ def serves(memory: Memory, observed: Observed, member: Member, settings: Setting
     if facts is None or not facts.serving:
         return False
     return holds(facts, observed.facts, observed.spec) or committing(memory, observed, member, settings)
+
+
+UNCHANGED = (
+    "the last versions had the same weights, bit for bit: look whether the optimizer steps, and whether the model "
+    "that is trained is the one that is published"
+)
+"""The same for every version, so that repetitions are counted in one event."""
+
+
+def unchanged(report: RoundReport | None) -> bool:
+    """Whether so many versions in a row had the same weights that it is worth a warning."""
+    return report is not None and report.alike >= ALIKE_VERSIONS
 
 
 def published(roster: Roster) -> Published | None:
@@ -534,6 +550,7 @@ class _Planner:
                 self._to_phase(run, "confirm"),
                 seconds=max(took, default=None),
                 bytes_total=sum(s.bytes_total for m in inference if (s := states[m.uid]) is not None),
+                content=next((s.content for s in states.values() if s is not None and s.content), ""),
             )
             self.memory = replace(self.memory, round=run)
         # confirm: each must say it again, in an answer to a question asked after the last one said it first.
@@ -727,10 +744,15 @@ class _Planner:
             if m.role == ROLE_INFERENCE
             and ((state := self._state(m)) is None or not self._has_version(m, state, run))
         ]
+        last, alike = self.memory.last_committed, 1
+        if last is not None and run.content and last.content == run.content:
+            alike = last.alike + (last.version != run.version)
         report = RoundReport(
             number=run.number,
             version=run.version,
             outcome="Committed",
+            content=run.content,
+            alike=alike,
             finished_at=_stamp(self.seen.wall),
             duration=f"{run.seconds:.2f}s" if run.seconds is not None else "",
             rate=f"{rate:.3g} GB/s" if rate else "",
@@ -744,6 +766,8 @@ class _Planner:
         self._event(
             "Normal", names.EVENT_COMMITTED, f"version {run.version} is live on {count} inference pods"
         )
+        if unchanged(report):
+            self._event("Warning", names.PAYLOAD_UNCHANGED, UNCHANGED)
         self.memory = replace(
             self.memory,
             round=None,

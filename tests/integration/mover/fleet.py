@@ -193,10 +193,10 @@ class Fleet:
             assert good(state), found
         return list(found)
 
-    def publish(self, version: str, sequence: int | None = None) -> None:
-        """New random bits in every snapshot, stamped, and told to the movers."""
+    def publish(self, version: str, sequence: int | None = None, seed: int | None = None) -> None:
+        """New random bits in every snapshot (the same for the same seed), stamped, and told to the movers."""
         self.sequence = sequence or self.sequence + 1
-        generator = torch.Generator().manual_seed(self.sequence)
+        generator = torch.Generator().manual_seed(seed or self.sequence)
         self.values = {
             n: torch.randint(-(1 << 15), 1 << 15, s, generator=generator, dtype=torch.int16).view(
                 torch.bfloat16

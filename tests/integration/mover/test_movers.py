@@ -55,6 +55,18 @@ async def test_every_bit_arrives_also_of_a_second_version_in_the_same_epoch(flee
     assert states[0].snapshot.version == "step-2" and states[2].snapshot is None
 
 
+async def test_rank_0_says_in_one_word_whether_a_version_brings_other_weights(fleet):
+    # C14
+    told = []
+    for version, seed in (("step-a", 100), ("step-b", 100), ("step-c", 101)):
+        fleet.publish(version, fleet.sequence + 1, seed)
+        fleet.transfer(version)
+        first, *others = await fleet.transferred()
+        assert {state.round.content for state in others} == {""}
+        told.append(first.round.content)
+    assert len(told[0]) == 32 and told[0] == told[1] != told[2]
+
+
 async def test_repeated_and_older_requests_change_nothing(fleet):
     fleet.publish("step-3")
     fleet.transfer("step-3")

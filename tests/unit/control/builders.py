@@ -85,6 +85,8 @@ class SimAgent:
     hold: frozenset[str] = frozenset()
     """Verbs whose effect comes only by `release`."""
     fail: dict[str, Problem] = field(default_factory=dict)
+    content: str = ""
+    """Of the weights, as the lead says it."""
     alive: bool = True
     term: int = 0
     generation: int = 0
@@ -151,7 +153,7 @@ class SimAgent:
                 elif "transfer" in self.hold:
                     self._phase(RoundPhase.TRANSFERRING)
                 else:
-                    self._phase(RoundPhase.VERIFIED, seconds=0.5)
+                    self._phase(RoundPhase.VERIFIED, seconds=0.5, content=self.content)
             case Commit() if self._in(request.epoch, request.round, RoundPhase.VERIFIED):
                 if "commit" not in self.hold:
                     self._phase(RoundPhase.COMMITTED)

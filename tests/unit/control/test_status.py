@@ -146,3 +146,48 @@ def test_the_object_stays_small_with_many_pods_and_long_reasons() -> None:
     assert len(json.dumps(made.model_dump(mode="json", by_alias=True))) < 100 * 1024
     # The facts carry every identity; that grows with the pods, never with the model.
     assert len(sim.facts.model_dump_json(by_alias=True)) < 400 * 400
+
+
+def in_turn(sim: Sim, *published: tuple[str, str]) -> None:
+    """Versions with the word for their weights, one round after the other."""
+    for version, content in published:
+        sim.agents["trainer-0"].content = content
+        sequence = (sim.memory.last_committed.number if sim.memory.last_committed else 0) + 1
+        sim.publish(version, sequence)
+        sim.run(lambda version=version: sim.in_sync(version) and sim.memory.round is None)
+        sim.step()
+
+
+def test_three_versions_in_a_row_with_the_same_weights_are_a_warning_until_others_come() -> None:
+    """C14: a version number that rises is no proof that training arrives."""
+    sim = Sim()
+    in_turn(sim, ("step-1", "aa"), ("step-2", "bb"), ("step-3", "bb"))
+    made = shown(sim)
+    assert verdicts(made)["InSync"] == ("True", names.IN_SYNC_REASON)
+    assert made.last_round is not None and (made.last_round.content, made.last_round.alike) == ("bb", 2)
+    assert not any(e.startswith(names.PAYLOAD_UNCHANGED) for e in sim.events)
+    in_turn(sim, ("step-4", "bb"))
+    made = shown(sim)
+    assert verdicts(made)["InSync"] == ("True", names.PAYLOAD_UNCHANGED)
+    assert verdicts(made)["Ready"] == ("True", names.PAYLOAD_UNCHANGED), "a warning, and no failure"
+    (said,) = (item.message for item in made.conditions if item.type == "Ready")
+    assert "payload unchanged" in said and "optimizer" in said
+    in_turn(sim, ("step-5", "bb"))
+    warnings = [e for e in sim.events if e.startswith(names.PAYLOAD_UNCHANGED)]
+    assert len(warnings) == 2 and len(set(warnings)) == 1, "equal, so that they are one counted event"
+    in_turn(sim, ("step-6", "cc"))
+    assert verdicts(shown(sim))["InSync"] == ("True", names.IN_SYNC_REASON)
+
+
+def test_the_same_version_again_and_rounds_of_unknown_content_are_not_counted_as_unchanged() -> None:
+    # C14
+    sim = Sim()
+    in_turn(sim, ("step-1", "aa"))
+    for number in range(3):  # each brings the same version to a pod that came late
+        sim.add(f"late-{number}")
+        sim.run(lambda number=number: sim.serving(f"late-{number}") and sim.memory.round is None)
+        sim.step()
+    assert sim.memory.last_committed is not None and sim.memory.last_committed.number > 1
+    assert sim.memory.last_committed.alike == 1
+    in_turn(sim, ("step-2", ""), ("step-3", ""), ("step-4", ""), ("step-5", ""))
+    assert sim.memory.last_committed.alike == 1

@@ -21,6 +21,7 @@ from weightsync_engine.protocol.messages import (
     Published,
     Rendezvous,
     RoundPhase,
+    RoundState,
     Transfer,
 )
 from weightsync_engine.protocol.mover import MoverEpoch, MoverRound, MoverState
@@ -507,6 +508,22 @@ def test_a_transfer_that_was_not_prepared_is_refused(server: Agent) -> None:
     assert server.transfer(round=2) == "UnknownRound"
     server.prepare(round=2)
     assert server.transfer(round=1) == "OlderRound"
+
+
+def test_what_the_mover_of_rank_0_says_of_the_weights_is_told_once_all_are_verified(trainer: Agent) -> None:
+    # C14
+    trainer.to(RoundPhase.TRANSFERRING)
+    told = {"epoch": trainer.mover_epoch(EpochPhase.JOINED), "snapshot": Published(version="v1", sequence=1)}
+    trainer.movers((0,), round=trainer.mover_round(RoundPhase.VERIFIED, content="aa"), **told)
+    assert state_of(trainer).content == ""
+    trainer.movers((1,), round=trainer.mover_round(RoundPhase.VERIFIED), **told)
+    assert (state_of(trainer).phase, state_of(trainer).content) == (RoundPhase.VERIFIED, "aa")
+
+
+def state_of(agent: Agent) -> RoundState:
+    told = agent_state(agent.session, 1).round
+    assert told is not None
+    return told
 
 
 def test_progress_of_all_ranks_is_added_up(server: Agent) -> None:
