@@ -10,6 +10,7 @@ import pytest
 from tests.resolver.models import ARCHITECTURES, Architecture
 
 from weightsync_engine.cli.main import main
+from weightsync_engine.cli.report import text
 
 
 @pytest.fixture
@@ -93,15 +94,109 @@ def test_a_table_of_parameters_stands_in_for_transformers(
     ("arguments", "words"),
     [
         (["nowhere", "--trainer", "fsdp=4"], "there is no config.json"),
-        (["FOLDER", "--trainer", "fsdp"], "such as fsdp=8"),
-        (["FOLDER", "--trainer", "fsdp=4", "--server", "cp=2"], "expected tp=N"),
-        (["FOLDER", "--trainer", "fsdp=4", "--server", "tp=3"], "vLLM cannot build worker"),
+        (
+            ["FOLDER", "--trainer", "fsdp"],
+            "--trainer: 'fsdp': the size must be a whole number of at least 1, such as",
+        ),
+        (["FOLDER", "--trainer", "fsdp=4", "--server", "cp=2"], "--server: 'cp=2': expected tp=N"),
+        (["FOLDER", "--trainer", "fsdp=4", "--server", "tp=3"], "--server TP 3: vLLM cannot build worker 0"),
+        (
+            ["FOLDER", "--trainer", "fsdp=4", "--server", "tp=3"],
+            "heads (8) must be divisible by tensor parallel",
+        ),
+        (["FOLDER", "--trainer", "fsdp=4", "--server", "tp=2,ep"], "--server TP 2 EP: vLLM cannot build"),
+        (["FOLDER", "--trainer", "fsdp=4", "--server", "count=70000"], "70000 workers: at most 65536"),
         (["FOLDER", "--trainer", "fsdp=4", "--table", "FOLDER/none.json"], "--table"),
-        (["FOLDER", "--trainer", "fsdp=4", "--dtype", "float3"], "float3"),
+        (["FOLDER", "--trainer", "fsdp=4", "--dtype", "bf16"], "--dtype: 'bf16' is none of auto, half"),
     ],
 )
 def test_wrong_input_names_the_argument_and_the_fix(
     folder: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", *(a.replace("FOLDER", str(folder)) for a in arguments)]) == 2
+    told = capsys.readouterr().err
+    assert words in told
+    assert "pydantic" not in told and "Traceback" not in told
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_key_value_heads": 3}, "3 KV heads over 4 ranks: neither number divides the other"),
+        ({"architectures": ["Nope"]}, "['Nope'] are not supported"),
+        ({"model_type": "nope"}, "nope"),
+        ({"hidden_size": "x"}, "'hidden_size' expected int"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised checkpoint (quantization_config: fp8)"),
+        ("[1]", "expected an object"),
+        ("{", "cannot be read"),
+    ],
+)
+def test_a_configuration_that_no_server_could_have_is_told_with_what_is_wrong(
+    folder: Path, change: dict[str, object] | str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # C01: 3 KV heads with tp 4, both numbers
+    file = folder / "config.json"
+    file.write_text(change if isinstance(change, str) else json.dumps(json.loads(file.read_text()) | change))
+    assert main(["plan", str(folder), "--trainer", "fsdp=4", "--server", "tp=4"]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ("", "--table"),
+        ("[1]", "expected an object"),
+        ('{"a": null}', "'a' has no \"shape\""),
+        ('{"a": {"shape": [true, 2]}}', "'a' has no \"shape\""),
+        ('{"a": {"shape": [-1]}}', "'a' has no \"shape\""),
+        ('{"a": {"shape": [2], "dtype": ["x"]}}', "'a' has dtype ['x']; known"),
+        ('{"a": {"shape": [1099511627776, 1099511627776]}}', "look for a size that is wrong"),
+    ],
+)
+def test_a_wrong_table_names_the_entry(
+    folder: Path, tmp_path: Path, table: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "given.json"
+    file.write_text(table)
+    assert main(["plan", str(folder), "--trainer", "fsdp=4", "--table", str(file)]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_the_operators_condition_has_the_words_of_the_command(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tests.unit.control.builders import Sim
+    from tests.unit.control.test_status import shown
+
+    from weightsync_engine.protocol.messages import PlanSummary
+    from weightsync_operator.core.rounds import replace
+
+    summary = PlanSummary(
+        digest="d", parameters=21, direct=20, fallback=1, unused=1, bytes_total=2_600_000, steps=3
+    )
+    sim = Sim()
+    sim.run(lambda: sim.memory.epoch is not None and sim.memory.epoch.joined)
+    assert sim.memory.epoch is not None
+    sim.memory = replace(sim.memory, epoch=replace(sim.memory.epoch, plan=summary))
+    (said,) = (item.message for item in shown(sim).conditions if item.type == "PlanResolved")
+    found = {
+        "trainer": {"mesh": "FSDP 1", "ranks": 1}, "servers": [], "steps": 3, "digest": "d",
+        "parameters": {"all": 22, "direct": 20, "by_loader": {"a": "why"}, "unused": ["b"], "refused": {}, "tied": {}},
+        "bytes": {"model": 1, "direct_share": 0.9, "loader_share": 0.1, "received_by_all": 2_600_000},
+    }  # fmt: skip
+    none = {"count": 0, "least": 0, "mean": 0, "most": 0}
+    side = {
+        "bytes_sent": none,
+        "bytes_received": none,
+        "steps": none,
+        "snapshot_bytes": none,
+        "shadow_bytes": none,
+    }
+    rest = {
+        "links": none,
+        "trainer_ranks": side | {"staging_bytes": none},
+        "workers": side | {"staging_bytes": none},
+    }
+    told = text(found | rest)
+    for words in ("20 direct", "1 by vLLM's loader", "1 not sent: vLLM has no use for them", "3 steps"):
+        assert words in told and words in said, words

@@ -4,6 +4,7 @@ person would paste into a bug report."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import math
@@ -11,7 +12,7 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,12 +21,14 @@ from ..layout.tensors import DTYPE_BYTES, WorkerManifest
 from ..plan.compile import compile_plan
 from ..plan.groups import Worker
 from ..plan.steps import PlanError
-from .mesh import DIMENSIONS, MeshError, parse_mesh, sources
-from .report import Server, report, text
+from .mesh import DIMENSIONS, MAX_RANKS, MeshError, parse_mesh, sources, whole_number
+from .report import Server, report, size, text
 
 if TYPE_CHECKING:
     from ..resolve.offline import Parallel
 
+MAX_BYTES = 1 << 46
+"""Of a model: a few times what any has."""
 USAGE = 2
 REFUSED = 1
 
@@ -48,18 +51,45 @@ def parse_server(given: str) -> ServerSpec:
     for part in given.split(","):
         name, equals, number = part.strip().partition("=")
         if name == "ep" and not equals:
+            if "experts" in values:
+                raise MeshError("'ep' is given twice")
             values["experts"] = True
         elif name not in fields:
             raise MeshError(
-                f"{part.strip()!r}: expected tp=N, pp=N, dp=N, count=N or ep, such as tp=8,ep,count=4"
+                f"{part.strip()[:40]!r}: expected tp=N, pp=N, dp=N, count=N or ep, such as tp=8,ep,count=4"
             )
-        elif not number.isdigit() or int(number) < 1:
-            raise MeshError(f"{part.strip()!r}: the number must be a whole one of at least 1")
+        elif (value := whole_number(number)) is None:
+            raise MeshError(f"{part.strip()[:40]!r}: the number must be a whole one of at least 1")
         elif fields[name] in values:
             raise MeshError(f"{name!r} is given twice")
         else:
-            values[fields[name]] = int(number)
-    return ServerSpec(**values)  # type: ignore[arg-type]
+            values[fields[name]] = value
+    spec = ServerSpec(**values)  # type: ignore[arg-type]
+    if (workers := spec.tensor * spec.pipeline * spec.data * spec.count) > MAX_RANKS:
+        raise MeshError(f"{given!r} has {workers} workers: at most {MAX_RANKS} can be planned")
+    return spec
+
+
+@contextlib.contextmanager
+def _argument(name: str) -> Iterator[None]:
+    """What is wrong inside is wrong with this argument."""
+    try:
+        yield
+    except MeshError as e:
+        raise MeshError(f"{name}: {e}") from e
+
+
+DTYPES = {"auto": None, "half": "float16", "float": "float32"} | {
+    name: name for name in ("float16", "bfloat16", "float32")
+}
+"""vLLM's words for them -> ours; None: the model's own."""
+
+
+def parse_dtype(given: str | None) -> str | None:
+    """Raises `MeshError`."""
+    if given is not None and given not in DTYPES:
+        raise MeshError(f"--dtype: {given!r} is none of {', '.join(DTYPES)}")
+    return DTYPES[given or "auto"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -199,16 +229,26 @@ def _plan(options: argparse.Namespace) -> int:
         folder = options.model.parent if options.model.name == "config.json" else options.model
         if not (folder / "config.json").is_file():
             raise models.ModelError(
-                f"{options.model}: there is no config.json; give a model's folder or that file"
+                f"{options.model}: there is no config.json; give the folder of a Hugging Face model, or that file"
             )
-        mesh = parse_mesh(options.trainer)
-        specs = [parse_server(s) for s in options.server or ["tp=1"]]
+        models.check_config(folder)
+        with _argument("--trainer"):
+            mesh = parse_mesh(options.trainer)
+        with _argument("--server"):
+            specs = [parse_server(s) for s in options.server or ["tp=1"]]
+        dtype = parse_dtype(options.dtype)
         build = models.table_model if options.table else models.trainer_model
-        model = build(options.table or folder, options.dtype)
+        model = build(options.table or folder, dtype)
+        if (held := sum(math.prod(t.shape) * DTYPE_BYTES[t.dtype] for t in model.tensors)) > MAX_BYTES:
+            raise models.ModelError(
+                f"{options.table or folder}: parameters of {size(held)} in all, more than the {size(MAX_BYTES)} "
+                "that can be planned; look for a size that is wrong"
+            )
         shapes = {r.name: r.shape for t in model.tensors for r in t.regions}
-        kinds = [(s, _manifests(folder, s, options.dtype, shapes)) for s in specs]
+        kinds = [(s, _manifests(folder, s, dtype, shapes)) for s in specs]
         tensors = models.with_wire_dtypes(model.tensors, tuple(m for _, ms in kinds for m in ms))
-        sent = sources(tensors, mesh)
+        with _argument("--trainer"):
+            sent = sources(tensors, mesh)
         reasons = {n: why for _, ms in kinds for m in ms for n, why in m.unresolved.items()} | model.refused
         if reasons:  # live tensors go by vLLM's names, so what would fill them is known by nobody
             known = {n for _, ms in kinds for m in ms for n in (*m.expected, *m.aliases)} | reasons.keys()
@@ -244,7 +284,10 @@ def _manifests(
     from . import models
 
     parallel: Parallel = Parallel(spec.tensor, spec.pipeline, spec.experts, spec.data)
-    return models.server_manifests(folder, parallel, dtype, shapes)
+    try:
+        return models.server_manifests(folder, parallel, dtype, shapes)
+    except models.ModelError as e:
+        raise models.ModelError(f"--server {_title(spec)}: {e}") from e
 
 
 def _title(spec: ServerSpec) -> str:

@@ -18,6 +18,10 @@ DIMENSIONS = {
 }
 
 
+MAX_RANKS = 65536
+"""On either side."""
+
+
 class MeshError(ValueError):
     """A description of a mesh that means nothing; says what to write instead."""
 
@@ -77,24 +81,33 @@ class TrainerMesh:
         return dict(self.dims).get(name, 1)
 
 
+def whole_number(text: str) -> int | None:
+    """A size of at least 1 in plain digits; None: it is something else."""
+    # Not all that is a digit to Python is one to `int`, and sizes are short.
+    return (int(text) or None) if text.isascii() and text.isdigit() and len(text) <= 9 else None
+
+
 def parse_mesh(text: str) -> TrainerMesh:
     """`fsdp=64`, `replicate=2,fsdp=8`, `pp=8,ep=32,fsdp=4`, outermost first. Raises `MeshError`."""
     dims: list[tuple[str, int]] = []
     for part in text.split(","):
-        name, _, size = part.strip().partition("=")
+        name, _, number = part.strip().partition("=")
         known = ", ".join(DIMENSIONS)
         if name not in DIMENSIONS:
-            raise MeshError(f"{part.strip()!r}: expected NAME=SIZE with a name of {known}, such as fsdp=8")
-        if not size.isdigit() or int(size) < 1:
             raise MeshError(
-                f"{part.strip()!r}: the size must be a whole number of at least 1, such as fsdp=8"
+                f"{part.strip()[:40]!r}: expected NAME=SIZE with a name of {known}, such as fsdp=8"
+            )
+        size = whole_number(number)
+        if size is None:
+            raise MeshError(
+                f"{part.strip()[:40]!r}: the size must be a whole number of at least 1, such as fsdp=8"
             )
         if name in dict(dims):
             raise MeshError(f"{name!r} is given twice")
-        dims.append((name, int(size)))
+        dims.append((name, size))
     mesh = TrainerMesh(tuple(dims))
-    if mesh.ranks > 65536:
-        raise MeshError(f"{mesh} has {mesh.ranks} ranks: at most 65536 can be planned")
+    if mesh.ranks > MAX_RANKS:
+        raise MeshError(f"{mesh} has {mesh.ranks} ranks: at most {MAX_RANKS} can be planned")
     names = [name for name, _ in dims]
     if "tp" in names and names[-1] != "tp":
         raise MeshError("tp must be the innermost dimension, the last one")

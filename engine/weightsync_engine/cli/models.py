@@ -26,6 +26,23 @@ class ModelError(Exception):
     """A model that cannot be planned for; says what is wrong and what to give instead."""
 
 
+def check_config(folder: Path) -> None:
+    """What a server of this configuration would refuse in any case. Raises `ModelError`."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as e:
+        raise ModelError(f"{folder / 'config.json'} cannot be read: {e}") from e
+    if not isinstance(config, dict):
+        raise ModelError(f"{folder / 'config.json'} is no model's configuration: expected an object")
+    if quantised := config.get("quantization_config"):
+        method = quantised.get("quant_method", "") if isinstance(quantised, dict) else ""
+        raise ModelError(
+            f"{folder / 'config.json'} is that of a quantised checkpoint (quantization_config{': ' if method else ''}"
+            f"{method}), into which a trainer's weights cannot be written: give the one of the checkpoint that the "
+            "trainer began with, or a copy of this file without quantization_config"
+        )
+
+
 @dataclass(frozen=True)
 class TrainerModel:
     tensors: tuple[Tensor, ...]
@@ -111,10 +128,10 @@ def table_model(file: Path, dtype: str | None) -> TrainerModel:
         if name == "__metadata__":
             continue
         shape = entry.get("shape") if isinstance(entry, dict) else None
-        if not isinstance(shape, list) or not all(isinstance(n, int) and n >= 0 for n in shape):
+        if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
             raise ModelError(f'--table {file}: {name!r} has no "shape" of whole numbers')
         kind = dtype or entry.get("dtype", "bfloat16")
-        if kind not in DTYPE_BYTES:
+        if not isinstance(kind, str) or kind not in DTYPE_BYTES:
             raise ModelError(f"--table {file}: {name!r} has dtype {kind!r}; known: {', '.join(DTYPE_BYTES)}")
         tensors.append(Tensor(name, tuple(shape), kind, (Region(name, (0,) * len(shape), tuple(shape)),)))
     return TrainerModel(tuple(tensors), {}, 0)

@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import tempfile
+import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -210,8 +211,31 @@ def build_worker(
             raise
         except Exception as e:
             raise OfflineError(
-                f"vLLM cannot build worker {rank} of {title} with {parallel}: {type(e).__name__}: {e}{_hint()}"
+                f"vLLM cannot build worker {rank} of {title} with {parallel}: {_said(e)}"
+                f"{_heads(folder, parallel.tensor)}{_hint()}"
             ) from e
+
+
+def _said(error: Exception) -> str:
+    """An error in its own words. vLLM checks arguments by pydantic, whose text is mostly about itself."""
+    errors = getattr(error, "errors", None)
+    if callable(errors):
+        with contextlib.suppress(Exception):
+            return "; ".join(str(one["msg"]) for one in errors())
+    if str(error):
+        return f"{type(error).__name__}: {error}"
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} at {Path(at.filename).name}:{at.lineno}: {at.line}"
+
+
+def _heads(folder: Path, tensor: int) -> str:
+    """What many a model only asserts."""
+    with contextlib.suppress(Exception):
+        config = json.loads((folder / "config.json").read_text())
+        heads = int(config.get("text_config", config)["num_key_value_heads"])
+        if heads % tensor and tensor % heads:
+            return f" ({heads} KV heads over {tensor} ranks: neither number divides the other)"
+    return ""
 
 
 def _hint() -> str:

@@ -24,6 +24,11 @@ def tensor(name, shape, tensor_parallel=None, regions=None):
         ("zero=8", "a name of pp, replicate"),
         ("fsdp=0", "at least 1"),
         ("fsdp=x", "whole number"),
+        ("fsdp=\u00b2", "whole number"),
+        ("fsdp=-4", "whole number"),
+        ("fsdp=" + "9" * 5000, "whole number"),
+        ("fsdp=4,", "expected NAME=SIZE"),
+        ("FSDP=4", "a name of pp, replicate"),
         ("fsdp=2,fsdp=2", "given twice"),
         ("tp=2,fsdp=4", "innermost"),
         ("fsdp=100000", "at most 65536"),
@@ -34,7 +39,21 @@ def test_a_mesh_that_means_nothing_is_refused_with_what_to_write(text, words):
         parse_mesh(text)
 
 
-@pytest.mark.parametrize("text", ["tp", "tp=0", "tp=2,tp=4", "ep=2", "gpus=8"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "tp",
+        "tp=0",
+        "tp=2,tp=4",
+        "ep=2",
+        "ep,ep",
+        "gpus=8",
+        "tp=\u00b2",
+        "tp=8,count=1000000",
+        "tp=" + "9" * 5000,
+    ],
+)
 def test_a_server_that_means_nothing_is_refused(text):
     with pytest.raises(MeshError):
         parse_server(text)
