@@ -116,6 +116,23 @@ def test_replicas_that_differ_in_the_trainer_are_named() -> None:
     assert found is not None and (found.reason, found.rank) == ("ReplicasDiffer", 1)
 
 
+def test_two_names_of_one_storage_that_differ_in_the_trainer_are_refused_with_both() -> None:
+    # C12: live tied, both are sent and differ: nobody can say which is meant.
+    shape = (4, 4)
+    params = {"embed": (shape, "float32")}
+    held = manifest(params, {"embed": [(rows(0, 4, 4), shape, (0, 0), "e")]}, aliases={"head": "embed"})
+    sources = [fsdp(name, shape, 1) for name in ("embed", "head")]
+    plan = compile_plan(sources, [Worker(1, "s", held)], 1)
+    assert plan.tied == {"head": "embed"}
+    for head, want in ((7, None), (8, "TiedDiffer")):
+        words: list[Sums] = [{"embed": 7, "head": head}, {"embed": 7}]
+        sent = sent_sums(words, sources)
+        assert not isinstance(sent, Problem)
+        found = judge_digests(words, sent, plan)
+        assert (found.reason if found else None) == want
+    assert found is not None and "'head'" in found.message and "'embed'" in found.message
+
+
 def content(value: torch.Tensor, trainers: int) -> str:
     world = World(value, [fsdp("qk", SHAPE, trainers)], trainers)
     sent = sent_sums(world.words(), world.sources)
