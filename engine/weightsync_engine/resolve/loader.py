@@ -115,7 +115,8 @@ class ModelLoader:
             found = dict(self._tensors(group))
             kept |= found
             held[group] = list(found)
-        before = {name: tensor.detach().clone() for name, tensor in kept.items()}
+        # In the host's memory: a model that is quantised as a whole has no room for a second one.
+        before = {name: tensor.detach().to("cpu", copy=True) for name, tensor in kept.items()}
         addresses = {name: _address(tensor) for name, tensor in kept.items()}
         failed: dict[Rerunnable, str] = {}
         try:
@@ -168,7 +169,8 @@ class ModelLoader:
             for below, module in self._model.get_submodule(path).named_modules(prefix=path):
                 for leaf, tensor in held_by(module):
                     name = f"{below}.{leaf}"
-                    if name in known or leaf in SKIP_LOAD_TENSORS or leaf in _HOST or tensor.numel() == 0:
+                    nothing = tensor.is_meta or tensor.numel() == 0
+                    if name in known or leaf in SKIP_LOAD_TENSORS or leaf in _HOST or nothing:
                         continue
                     if all(inside(owner) for owner in owners.get(tensor.untyped_storage().data_ptr(), ())):
                         known.add(name)
@@ -364,14 +366,15 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Bit for bit."""
-    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
+    """Bit for bit, wherever they are."""
+    if one.shape != other.shape or one.dtype != other.dtype:
         return False
+    other = other.to(one.device)
     bits = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
     return torch.equal(*bits)
 
 
 def _spoil(tensor: torch.Tensor, right: torch.Tensor) -> None:
     """Every element becomes another one than in `right`, also where two tensors share memory."""
-    wrong = right.detach().contiguous().reshape(-1).view(torch.uint8).bitwise_not()
+    wrong = right.to(tensor.device).contiguous().reshape(-1).view(torch.uint8).bitwise_not()
     tensor.detach().copy_(wrong.view(tensor.dtype).reshape(tensor.shape))
