@@ -134,7 +134,9 @@ class World:
         for name, uid in self.uids.items():
             role = self.agents[name].template.role
             view = operator.views.get(uid, AgentView())
-            pods.append(pod_with(None, name, role, uid=uid, gate=self.gates.get(uid), agent=view))
+            ready = self.agents[name].session.guard.open
+            gate = self.gates.get(uid)
+            pods.append(pod_with(None, name, role, uid=uid, gate=gate, containers_ready=ready, agent=view))
         observed = Observed(
             uid="object", generation=1, spec=self.spec, facts=operator.facts, pods=tuple(pods), now=self.now,
             wall=WALL, new_key="k" * 64,
@@ -248,6 +250,9 @@ class World:
     # ---- what must never break -----------------------------------------------------------------------------
 
     def check(self) -> None:
+        if self.spec.barrier:
+            generate = {n: a.session.live for n, a in self.agents.items() if a.generates}
+            assert len(set(generate.values())) <= 1, f"different versions at the same time: {generate}"
         versions = {decision.version for decision in self.decided.values()}
         for name, agent in self.agents.items():
             session = agent.session
