@@ -231,7 +231,9 @@ class World:
     def _nobody_is_sent_to_old_weights(self, operator: Operator) -> None:
         """After a turn of an operator that knows everything."""
         decision = self.facts.decision
-        if decision is None or operator.facts != self.facts or operator.memory.round is not None:
+        if decision is None or not decision.finished:
+            return  # the operator is still at it, or has only just begun
+        if operator.facts != self.facts or operator.memory.round is not None:
             return
         for name, agent in self.agents.items():
             if name not in self.cut and self.ready(name):
