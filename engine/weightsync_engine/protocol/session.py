@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from .messages import (
+    DEFAULT_FLIP,
     Abort,
     Addressed,
     Admit,
@@ -25,6 +26,9 @@ from .messages import (
     EpochPhase,
     EpochState,
     Fence,
+    FlipPolicy,
+    Halt,
+    Halted,
     InferenceFacts,
     JoinEpoch,
     Leave,
@@ -110,7 +114,10 @@ class Round:
     decide_by: float | None
     sequence: int | None = None
     """Of the version within the trainer's run, where the operator said it."""
+    flip: FlipPolicy = DEFAULT_FLIP
     flipping: bool = False
+    held: bool = False
+    """Told to halt for this round: the scheduler stands still, or is about to, until the round is over here."""
     asking: bool = False
     fenced: bool = False
     """Verified, and no decision came in time: closed until there is one."""
@@ -127,6 +134,20 @@ class Guard:
     open: bool = False
     admitted: str | None = None
     because: str = FIRST_CLOSED
+
+
+@dataclass(frozen=True, slots=True)
+class HaltMark:
+    """The newest round that this pod was told to halt for, until it is over."""
+
+    term: int
+    epoch: int
+    round: int
+    step: Literal["asked", "done", "failed"] = "asked"
+
+    @property
+    def number(self) -> tuple[int, int]:
+        return self.term, self.round
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +179,9 @@ class Session:
     live_known: bool = False
     """Whether the workers have been asked yet."""
     guard: Guard = Guard()
+    halt: HaltMark | None = None
+    over: tuple[int, int] = (0, 0)
+    """(term, round): this one and the earlier ones are over, whatever still arrives for them."""
     decisions: tuple[Decided, ...] = ()
 
 
@@ -205,6 +229,31 @@ class Flip:
     round: int
     version: str
     deadline_seconds: float
+    policy: FlipPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Stop the scheduler, with running requests as the policy says, until `GoOn`, `EndRequests` or a flip that
+    succeeds."""
+
+    epoch: int
+    round: int
+    policy: FlipPolicy
+    deadline_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class GoOn:
+    """Let a scheduler that `Hold` stopped, or is about to stop, go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndRequests:
+    """The guard is closed: end what runs, so that nothing more is generated, and let the scheduler go on."""
+
+    mark: tuple[int, int] = (0, 0)
+    """(term, round) that the pod halts for, if it is for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,8 +282,8 @@ class TellOutcome:
 
 
 Effect = (
-    OpenStore | CloseStore | JoinMover | StartTransfer | LeaveMovers | KillMovers | Flip | AskDecision
-    | OpenGuard | CloseGuard | TellOutcome
+    OpenStore | CloseStore | JoinMover | StartTransfer | LeaveMovers | KillMovers | Flip | Hold | GoOn
+    | EndRequests | AskDecision | OpenGuard | CloseGuard | TellOutcome
 )  # fmt: skip
 
 
@@ -279,6 +328,21 @@ class FlipEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class HoldEnded:
+    """The scheduler stands still for this round; with a problem it goes on as before."""
+
+    epoch: int
+    round: int
+    problem: Problem | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestsEnded:
+    mark: tuple[int, int]
+    problem: Problem | None
+
+
+@dataclass(frozen=True, slots=True)
 class LiveObserved:
     live: str | None
     torn: bool
@@ -298,8 +362,8 @@ class TimePassed:
 
 
 Event = (
-    MoverReported | MoverLost | StoreOpened | StoreFailed | FlipEnded | LiveObserved | DecisionLearnt
-    | TimePassed
+    MoverReported | MoverLost | StoreOpened | StoreFailed | FlipEnded | HoldEnded | RequestsEnded
+    | LiveObserved | DecisionLearnt | TimePassed
 )  # fmt: skip
 
 
@@ -351,7 +415,7 @@ def handle(session: Session, request: Addressed, now: float) -> Answer:
             "it restarted and knows nothing of what was before",
         )
     if session.object_uid not in (None, request.object_uid):
-        if not isinstance(request, JoinEpoch | Admit | Fence | Leave):
+        if not isinstance(request, JoinEpoch | Halt | Admit | Fence | Leave):
             return _refuse(
                 "AnotherObject", "this agent belongs to another WeightSync object; it knows no such epoch"
             )
@@ -360,7 +424,9 @@ def handle(session: Session, request: Addressed, now: float) -> Answer:
                 "FlipRunning", "a flip for the former WeightSync object is still running; try again"
             )
         session, dropped = _drop_epoch(session)
-        session = replace(session, object_uid=request.object_uid, term=request.term, last_epoch=0)
+        session = replace(
+            session, object_uid=request.object_uid, term=request.term, last_epoch=0, halt=None, over=(0, 0)
+        )
         answer = _dispatch(session, request, now)
         return Accepted(answer.session, dropped + answer.effects) if isinstance(answer, Accepted) else answer
     if request.term < session.term:
@@ -378,6 +444,8 @@ def _dispatch(session: Session, request: Addressed, now: float) -> Answer:
             return _prepare(session, request, now)
         case Transfer():
             return _transfer(session, request, now)
+        case Halt():
+            return _halt(session, request, now)
         case Commit():
             return _commit(session, request)
         case Abort():
@@ -406,6 +474,9 @@ def _join(session: Session, request: JoinEpoch, now: float) -> Answer:
         )
     if session.round is not None and session.round.flipping:
         return _refuse("FlipRunning", f"version {session.round.version!r} is being made live; try again")
+    if session.round is not None and session.round.held:
+        # Bounded: without a decision the pod lets go of it, closed.
+        return _refuse("Halted", f"round {session.round.round} is undecided here: commit or abort it first")
     if (wrong := _wrong_join(pod, request)) is not None:
         return wrong
     session, effects = _drop_epoch(session)
@@ -478,8 +549,9 @@ def _prepare(session: Session, request: Prepare, now: float) -> Answer:
         now + request.deadline_seconds,
         now + request.decide_by_seconds,
         request.sequence,
+        request.flip,
     )
-    session = replace(session, round=round_)
+    session = replace(session, round=round_, over=max(session.over, (request.term, request.round - 1)))
     return Accepted(*_check_ready(session))
 
 
@@ -540,6 +612,52 @@ def _transfer(session: Session, request: Transfer, now: float) -> Answer:
     return Accepted(replace(session, round=round_), effects)
 
 
+def _halt(session: Session, request: Halt, now: float) -> Answer:
+    if session.pod.role != "inference":
+        return _refuse("WrongRole", "a trainer pod generates nothing and cannot be halted")
+    mark, known = (request.term, request.round), session.halt
+    if mark <= session.over or (known is not None and mark < known.number):
+        return _refuse("OlderRound", f"round {request.round} is over")
+    if known is not None and known.number == mark and known.step != "failed":
+        return Accepted(session)
+    round_ = session.round
+    if round_ is not None and (round_.epoch, round_.round) == (request.epoch, request.round):
+        if round_.phase in FINAL:
+            return _refuse("RoundOver", f"round {request.round} is {round_.phase} here")
+        if round_.phase is RoundPhase.COMMITTING:
+            return Accepted(session)
+        if round_.phase is not RoundPhase.VERIFIED:
+            return _refuse("NotVerified", f"round {request.round} is {round_.phase} here")
+        limit = now + request.deadline_seconds
+        decide_by = None if round_.decide_by is None else min(round_.decide_by, limit)
+        round_ = replace(round_, held=True, decide_by=decide_by)
+        session = replace(session, round=round_, halt=HaltMark(request.term, request.epoch, request.round))
+        hold = Hold(round_.epoch, round_.round, round_.flip, request.deadline_seconds / 2)
+        return Accepted(session, (hold,))
+    session, closed = _close(session, f"round {request.round} goes live without this pod; it comes after it")
+    session, _ = _let_go(session, EndRequests())
+    session = replace(session, halt=HaltMark(request.term, request.epoch, request.round))
+    return Accepted(session, (*closed, EndRequests(mark)))
+
+
+def _no_longer_halted(session: Session, round_: Round) -> Session:
+    """This round is over here."""
+    halt = session.halt
+    if halt is None or (halt.epoch, halt.round) != (round_.epoch, round_.round):
+        return session
+    return replace(session, halt=None)
+
+
+def _let_go(session: Session, how: GoOn | EndRequests) -> tuple[Session, tuple[Effect, ...]]:
+    """Of the scheduler that is held for the present round, if it is."""
+    round_ = session.round
+    if round_ is None or not round_.held:
+        return session, ()
+    if isinstance(how, EndRequests) and session.halt is not None:
+        how = EndRequests(session.halt.number)
+    return replace(session, round=replace(round_, held=False)), (how,)
+
+
 def _commit(session: Session, request: Commit) -> Answer:
     round_ = session.round
     known = round_ is not None and (round_.epoch, round_.round) == (request.epoch, request.round)
@@ -583,7 +701,7 @@ def _committed(session: Session, flip_seconds: float) -> tuple[Session, tuple[Ef
     if session.pod.role == "trainer":
         return _mirror(replace(session, round=replace(round_, phase=RoundPhase.COMMITTED, decide_by=None)))
     round_ = replace(round_, phase=RoundPhase.COMMITTING, flipping=True, decide_by=None, asking=False)
-    flip = Flip(session.object_uid, round_.epoch, round_.round, round_.version, flip_seconds)
+    flip = Flip(session.object_uid, round_.epoch, round_.round, round_.version, flip_seconds, round_.flip)
     return replace(session, round=round_), (flip,)
 
 
@@ -640,9 +758,10 @@ def _abort(session: Session, request: Abort) -> Answer:
     if round_.phase is RoundPhase.TRANSFERRING:
         session, effects = _kill(session, tuple(session.movers), f"round {round_.round} was aborted")
         session = _fail_epoch_only(session, request.problem)
+    session, go_on = _let_go(session, GoOn())
     session = replace(session, round=_ended(round_, RoundPhase.ABORTED, request.problem))
-    session = _remember(session, "aborted")
-    return Accepted(session, effects + _tell(session, all_ranks=True, final=request.final))
+    session = _remember(_no_longer_halted(session, round_), "aborted")
+    return Accepted(session, effects + go_on + _tell(session, all_ranks=True, final=request.final))
 
 
 def _ended(round_: Round, phase: RoundPhase, problem: Problem | None) -> Round:
@@ -655,6 +774,7 @@ def _ended(round_: Round, phase: RoundPhase, problem: Problem | None) -> Round:
         asking=False,
         fenced=False,
         flipping=False,
+        held=False,
     )
 
 
@@ -666,7 +786,9 @@ def _admit(session: Session, request: Admit) -> Answer:
     if session.torn:
         return _refuse("Torn", "the live weights are of no one version: a whole round must succeed first")
     round_ = session.round
-    if round_ is not None and round_.fenced:
+    if session.halt is not None and (request.term, request.after) < session.halt.number:
+        return _refuse("Halted", f"halted for round {session.halt.round}, which is not over")
+    if round_ is not None and (round_.fenced or round_.held):
         return _refuse(
             "Undecided", f"round {round_.round} is verified and undecided here: commit or abort it first"
         )
@@ -674,6 +796,7 @@ def _admit(session: Session, request: Admit) -> Answer:
         return _refuse("Committing", f"version {round_.version!r} is being made live: admit it afterwards")
     if session.live != request.version:
         return _refuse("NotLive", f"{_named(session.live)} is live here, not {_named(request.version)}")
+    session = replace(session, over=max(session.over, (request.term, request.after)), halt=None)
     if session.guard.open and session.guard.admitted == request.version:
         return Accepted(session)
     session = replace(session, guard=Guard(True, request.version, ""))
@@ -723,6 +846,10 @@ def _drop_epoch(session: Session) -> tuple[Session, tuple[Effect, ...]]:
     # Also without an epoch: the movers may still be in one that a former agent process led.
     unclean = tuple(i for i in session.movers if not _clean(session, i))
     session, effects = _kill(session, unclean, "another epoch begins, or this one is over")
+    session, go_on = _let_go(session, GoOn())
+    effects += go_on
+    if go_on:
+        session = replace(session, halt=None)
     if epoch is not None:
         if session.movers:
             effects = (*effects, LeaveMovers(epoch.request.epoch))
@@ -824,6 +951,10 @@ def observe(session: Session, event: Event, now: float) -> tuple[Session, tuple[
             return _fail_epoch(session, problem)
         case FlipEnded():
             return _flip_ended(session, event)
+        case HoldEnded():
+            return _hold_ended(session, event)
+        case RequestsEnded():
+            return _requests_ended(session, event)
         case LiveObserved(live, torn):
             return _live(session, live, torn)
         case DecisionLearnt():
@@ -940,10 +1071,11 @@ def _flip_ended(session: Session, event: FlipEnded) -> tuple[Session, tuple[Effe
     assert round_ is not None
     if event.live == round_.version and not event.torn:
         session = replace(
-            session,
+            _no_longer_halted(session, round_),
             live=event.live,
             torn=False,
             live_known=True,
+            over=max(session.over, (session.term, round_.round)),
             round=_ended(round_, RoundPhase.COMMITTED, None),
         )
         if session.guard.open:
@@ -958,7 +1090,31 @@ def _flip_ended(session: Session, event: FlipEnded) -> tuple[Session, tuple[Effe
     session, closed = _close(
         session, f"version {round_.version!r} was decided but is not live: {problem.message}"
     )
-    return session, effects + closed
+    # Nowhere else are the old weights in use any more.
+    session, end = _let_go(session, EndRequests())
+    return session, effects + closed + end
+
+
+def _hold_ended(session: Session, event: HoldEnded) -> tuple[Session, tuple[Effect, ...]]:
+    round_ = session.round
+    if round_ is None or (round_.epoch, round_.round) != (event.epoch, event.round) or not round_.held:
+        return session, (GoOn(),) if event.problem is None else ()
+    halt = session.halt
+    if event.problem is None:
+        if halt is not None and (halt.epoch, halt.round) == (event.epoch, event.round):
+            session = replace(session, halt=replace(halt, step="done"))
+        return session, ()
+    if round_.phase is not RoundPhase.VERIFIED:
+        return session, ()  # committing by now: the flip stops the scheduler itself
+    session = replace(session, round=_ended(round_, RoundPhase.FAILED, event.problem))
+    return _no_longer_halted(session, round_), ()
+
+
+def _requests_ended(session: Session, event: RequestsEnded) -> tuple[Session, tuple[Effect, ...]]:
+    if session.halt is None or session.halt.number != event.mark:
+        return session, ()
+    step: Literal["done", "failed"] = "failed" if event.problem else "done"
+    return replace(session, halt=replace(session.halt, step=step)), ()
 
 
 def _live(session: Session, live: str | None, torn: bool) -> tuple[Session, tuple[Effect, ...]]:
@@ -989,15 +1145,19 @@ def _decision_learnt(
     if event.verdict == "aborted":
         problem = _problem("Aborted", "the trainer's agent says that the round was aborted")
         was_fenced = round_.fenced
+        session, go_on = _let_go(session, GoOn())
         session = replace(session, round=_ended(round_, RoundPhase.ABORTED, problem))
+        session = _no_longer_halted(session, round_)
         if not was_fenced:
-            return session, ()
+            return session, go_on
         return _close(session, "the round was aborted; waiting for the operator to admit this pod again")
     round_ = replace(round_, asking=False, fenced=True, decide_by=now + ASK_AGAIN_SECONDS)
-    return _close(
+    session, closed = _close(
         replace(session, round=round_),
         f"version {round_.version!r} is verified and nobody says whether it was committed",
     )
+    session, end = _let_go(session, EndRequests())
+    return session, closed + end
 
 
 def _time_passed(session: Session, now: float) -> tuple[Session, tuple[Effect, ...]]:
@@ -1112,6 +1272,9 @@ def agent_state(session: Session, revision: int, problem: Problem | None = None)
             torn=session.torn,
             serving=session.guard.open,
             closed_because=session.guard.because,
+            halted=None
+            if session.halt is None or session.halt.step != "done"
+            else Halted(term=session.halt.term, round=session.halt.round),
         )
     return AgentState(
         role=pod.role,

@@ -217,7 +217,8 @@ def pod_of(raw: Mapping[str, Any], agent: AgentView) -> Pod:
     """What the planner needs of a pod as the API server shows it."""
     metadata, spec, status = raw.get("metadata", {}), raw.get("spec", {}), raw.get("status", {})
     role = metadata.get("labels", {}).get(LABEL_ROLE, "")
-    gate = next((item for item in status.get("conditions") or () if item.get("type") == GATE_IN_SYNC), None)
+    conditions = {item.get("type"): item for item in status.get("conditions") or ()}
+    gate = conditions.get(GATE_IN_SYNC)
     return Pod(
         name=metadata["name"],
         uid=metadata["uid"],
@@ -226,6 +227,7 @@ def pod_of(raw: Mapping[str, Any], agent: AgentView) -> Pod:
         ip=status.get("podIP", ""),
         port=agent_port(spec, role),
         terminating="deletionTimestamp" in metadata,
+        containers_ready=conditions.get("ContainersReady", {}).get("status") == "True",
         has_gate=any(item.get("conditionType") == GATE_IN_SYNC for item in spec.get("readinessGates") or ()),
         gate=None if gate is None else Gate(gate.get("status") == "True", gate.get("reason", "")),
         agent=agent,

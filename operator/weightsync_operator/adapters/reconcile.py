@@ -135,6 +135,11 @@ class Reconciler:
         assert self._facts is not None
         try:
             raw = await self._read()
+        except (KubeError, KubeUnavailable) as error:
+            # Not written for sure: a round that cannot be decided is still ours to abort.
+            _LOG.warning("%s/%s: cannot record: %s", self._namespace, self._name, error)
+            return False
+        try:
             stored = Facts.model_validate(raw.get("status", {}))
             if stored != self._facts:
                 _LOG.warning("%s/%s: its facts were changed by another", self._namespace, self._name)

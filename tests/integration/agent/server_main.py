@@ -27,7 +27,7 @@ from weightsync_engine.layout.boxes import Box
 from weightsync_engine.layout.tensors import Expected, Piece, WorkerManifest
 from weightsync_engine.mover.slab import Slab, plan_slab
 from weightsync_engine.mover.supervisor import MoverSupervisor
-from weightsync_engine.protocol.messages import Problem
+from weightsync_engine.protocol.messages import FlipPolicy, Problem
 
 
 class Worker:
@@ -68,12 +68,29 @@ class Server:
         return len(self._workers)
 
     async def flip(
-        self, object_uid: str, epoch: int, round: int, version: str, deadline_seconds: float
+        self,
+        object_uid: str,
+        epoch: int,
+        round: int,
+        version: str,
+        deadline_seconds: float,
+        policy: FlipPolicy,
     ) -> None:
         self.flips += 1
         for worker in self._workers:
             worker.flip()
         self._version = version
+
+    held = False
+
+    async def hold(self, policy: FlipPolicy, deadline_seconds: float) -> None:
+        pass
+
+    async def go_on(self) -> None:
+        pass
+
+    async def end_requests(self) -> None:
+        pass
 
     async def live(self) -> tuple[str | None, bool]:
         return self._version, False
