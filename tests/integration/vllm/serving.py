@@ -259,6 +259,8 @@ class Stream(threading.Thread):
         self.times: list[float] = []
         self.error = ""
         self.finished = ""
+        self.enough = threading.Event()
+        """Set: the client goes away at the next token."""
 
     def run(self) -> None:
         body = completion(self.prompt, self.wanted) | {"stream": True}
@@ -270,6 +272,8 @@ class Stream(threading.Thread):
                     self.error = f"{answer.status_code} {answer.read()!r}"
                     return
                 for line in answer.iter_lines():
+                    if self.enough.is_set():
+                        return
                     if line.startswith("data: {"):
                         choice = json.loads(line[6:])["choices"][0]
                         got = choice.get("token_ids") or []
@@ -289,6 +293,8 @@ def streaming(prompts: Sequence[tuple[VllmProcess, list[int]]], tokens: int) -> 
     while any(len(stream.tokens) < 5 for stream in streams):
         assert time.monotonic() < deadline, [(len(s.tokens), s.error) for s in streams]
         time.sleep(0.01)
+    ended = [stream.server.url for stream in streams if stream.finished]
+    assert not ended, f"requests to {ended} ended before the others had begun: ask for more tokens"
     return streams
 
 
