@@ -37,7 +37,7 @@ from weightsync_engine.plan.compile import compile_plan
 from weightsync_engine.plan.cost import rank_costs
 from weightsync_engine.plan.plan import LocalPart
 from weightsync_engine.transport.base import Transport
-from weightsync_engine.transport.choose import choose
+from weightsync_engine.transport.choose import choose, envelope
 from weightsync_engine.transport.store import EpochStore, connect_store, open_store
 
 MODELS = {
@@ -140,14 +140,32 @@ class Rank:
             once()
             torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)
-        return {"seconds": seconds[WARM:], "wrong": self.wrong() if check else []}
+        result = {"seconds": seconds[WARM:], "wrong": self.wrong() if check else []}
+        if self.options.profile:
+            result["kernels"] = self.profile(name, transport, once)
+        return result
+
+    def profile(self, name: str, transport: Any, once: Any) -> list[tuple[str, int, float]]:
+        """(kernel, calls, milliseconds) of one more round on this rank's GPU, longest first."""
+        from nccl.core import SUM
+        from torch.profiler import ProfilerActivity, profile
+
+        self.meet(f"{name}/profile")
+        together = torch.zeros(1, device="cuda")
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            transport._comm.allreduce(together, together, SUM, stream=transport._stream)
+            once()
+            torch.cuda.synchronize()
+        found = [(e.key[:90], e.count, e.device_time_total / 1e3) for e in seen.key_averages()]
+        return sorted(found, key=lambda k: -k[2])[:12]
 
     # -- ways ------------------------------------------------------------------------------------------------
 
     def ours(self, name: str) -> dict[str, Any]:
         kind: type[Transport] = choose(name, "cuda", self.rank)
         start = time.perf_counter()
-        plan = compile_plan(self.sources, self.workers, self.options.trainers, kind.envelope)
+        limits = envelope(kind, os.environ, self.rank)
+        plan = compile_plan(self.sources, self.workers, self.options.trainers, limits)
         steps = plan.local(self.rank, kind.collective)
         planned = time.perf_counter() - start
         start = time.perf_counter()
@@ -318,6 +336,9 @@ def main() -> None:
     parser.add_argument("--model", choices=list(MODELS), default="qwen3-8b")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--ways", default="nccl_m2n,nccl_p2p,per_parameter,plain")
+    parser.add_argument(
+        "--profile", action="store_true", help="and which kernels a round's time on each GPU goes to"
+    )
     parser.add_argument("--out", default="build/gpu_round")
     parser.add_argument("--limit", type=int, default=240, help="seconds for all")
     parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
@@ -351,6 +372,10 @@ def main() -> None:
     results = [json.loads(Path(options.out, f"rank-{r}.json").read_text()) for r in range(world)]
     print(json.dumps(summary(options, results), indent=1))
     print(table(options, results))
+    for rank, told in enumerate(results):
+        for way, result in told.items():
+            for kernel, calls, ms in result.get("kernels", ()):
+                print(f"rank {rank} {way:14} {ms:8.2f} ms {calls:5} x {kernel}")
 
 
 def summary(options: argparse.Namespace, results: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,21 +1,22 @@
 """Rounds from a real FSDP2 trainer into real vLLM servers on the GPUs of this host, while they decode.
 
-    python -m benchmarks.gpu_vllm --model qwen3-1.7b --trainers 1 --servers 1 --rounds 20
+    python -m benchmarks.gpu_vllm --model qwen3-1.7b --trainers 2 --servers tp1 --peer
 
-Processes without a cluster: trainer ranks with a Publisher each, vLLM servers with our backend, and this process, which
-tells the agents what the operator tells them, by the same requests and long polls. Streams run all the time, but in the
-first `--idle-rounds`. The last version is the weights that the servers loaded, so they must give the greedy tokens of
-the start again; and a fresh server that loads what the trainer saves must give the same. Prints each round's parts in
-milliseconds, the longest gap between two tokens around the flip, and GPU memory by round.
+Processes without a cluster: trainer ranks with a Publisher each, vLLM servers with our backend, and the operator's own
+reconciler over an object that is kept here. In order: rounds with idle servers; the same trainer and a server like the
+first by vLLM's own `nccl_m2n` backend (`--peer`); rounds while streams decode (`--streams`); faults (`--faults`). The
+last version is the weights that the servers loaded, so they must give the greedy tokens of the start again; and a
+fresh server that loads what the trainer saves must give the same (`--fresh`). Prints what was measured; `result.json`
+has all of it.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import contextlib
 import json
+import logging
 import os
-import secrets
 import shutil
 import signal
 import statistics
@@ -23,126 +24,61 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-from tests.integration.vllm.serving import OBJECT, Operator, VllmProcess, completion, free_port
+from tests.integration.vllm.serving import Operator, VllmProcess, command_line, descendants, free_port
 
-from weightsync_engine.protocol.messages import AgentState, EpochPhase, RoundPhase
+from benchmarks import decoding
+from benchmarks.control import NAMESPACE, Control
+from benchmarks.trainer_rank import PRESETS
 from weightsync_engine.protocol.names import (
     ENV_JWKS,
     ENV_NAMESPACE,
     ENV_POD_IP,
     ENV_POD_NAME,
-    ROUTE_STATE,
+    ENV_POD_UID,
+    ENV_PORT,
 )
+from weightsync_engine.trainer.contract import unique_id
 
-PRESETS: dict[str, dict[str, Any]] = {
-    "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8,
-             "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 1000, "tie_word_embeddings": False},
-    "qwen3-1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
-                   "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
-                   "tie_word_embeddings": True},
-    "qwen3-8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
-                 "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
-                 "tie_word_embeddings": False},
-}  # fmt: skip
-PROMPT = list(range(100, 140))
+PROMPT = decoding.PROMPT
 SECONDS = 60.0
-
-
-# ---- trainer rank ------------------------------------------------------------------------------------------
-
-
-def trainer(options: argparse.Namespace) -> None:
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    from weightsync_engine import Publisher
-
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-
-    def say(**what: Any) -> None:
-        print(json.dumps(what), file=out, flush=True)
-
-    rank, world = options.rank, options.trainers
-    if options.gpus:
-        device = torch.device("cuda", rank % options.gpus)
-        torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank, world_size=world)
-        synchronize = torch.cuda.synchronize
-        torch.set_default_dtype(torch.bfloat16)
-    else:  # to rehearse
-        device = torch.device("cpu")
-        dist.init_process_group("gloo", rank=rank, world_size=world)
-        synchronize = int  # nothing to wait for
-    config = Qwen3Config(
-        **PRESETS[options.model], max_position_embeddings=4096, dtype=torch.get_default_dtype(),
-        bos_token_id=None, eos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
-    config.architectures = ["Qwen3ForCausalLM"]
-    torch.manual_seed(0)
-    with device:
-        model = Qwen3ForCausalLM(config)
-    folder = Path(options.out, "model")
-    if rank == 0:
-        model.save_pretrained(folder)
-    if world > 1:
-        mesh = init_device_mesh(device.type, (world,))
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-
-    def local(p: Any) -> Any:
-        return p.to_local() if hasattr(p, "to_local") else p.data
-
-    base = [local(p).detach().clone() for p in model.parameters()]
-    publisher = Publisher(model, port=options.port)
-    say(ready=True)
-    for line in sys.stdin:
-        ask = json.loads(line)
-        if "publish" in ask:
-            with torch.no_grad():
-                for p, b in zip(model.parameters(), base, strict=True):
-                    torch.mul(b, ask["scale"], out=local(p))
-            synchronize()
-            start = time.perf_counter()
-            publisher.publish(ask["publish"])
-            host = time.perf_counter() - start
-            synchronize()
-            say(published=ask["publish"], host_ms=host * 1e3, device_ms=(time.perf_counter() - start) * 1e3)
-        else:
-            full = {
-                n: (p.full_tensor() if hasattr(p, "full_tensor") else p) for n, p in model.named_parameters()
-            }
-            if rank == 0:
-                with device:
-                    whole = Qwen3ForCausalLM(config)
-                whole.load_state_dict(full, strict=False)
-                whole.tie_weights()
-                whole.save_pretrained(ask["save"])
-                del whole
-            say(saved=True)
+TRANSFER_SECONDS = 5
+"""The round's own deadline, from which recovery is counted."""
+SPEC = {
+    "trigger": {"type": "OnPublish"},
+    "deadlines": {"joinSeconds": 60, "prepareSeconds": 20, "transferSeconds": TRANSFER_SECONDS, "commitSeconds": 20},
+    "retry": {"backoffSeconds": 1, "maxBackoffSeconds": 1},
+}  # fmt: skip
 
 
 class Trainers:
     """All ranks of one trainer pod."""
 
-    def __init__(self, options: argparse.Namespace, operator: Operator) -> None:
+    def __init__(self, options: argparse.Namespace, operator: Operator, control: Control) -> None:
         self.port, meet = free_port(), free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
         self.log = Path(options.out, "trainer.log")
+        control.add("trainer", "trainer", self.port)
         environment = {
             **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(meet), "NCCL_MULTI_RANK_GPU_ENABLE": "1",
-            ENV_JWKS: str(operator.jwks), ENV_NAMESPACE: "rl", ENV_POD_IP: "127.0.0.1", ENV_POD_NAME: "trainer",
+            ENV_JWKS: str(operator.jwks), ENV_NAMESPACE: NAMESPACE, ENV_POD_IP: "127.0.0.1", ENV_POD_NAME: "trainer",
+            ENV_POD_UID: control.uid("trainer"),
         }  # fmt: skip
-        command = [sys.executable, "-m", "benchmarks.gpu_vllm", *sys.argv[1:], "--port", str(self.port)]
+        command = [
+            *(
+                sys.executable,
+                "-m",
+                "benchmarks.trainer_rank",
+                "--model",
+                options.model,
+                "--out",
+                options.out,
+            ),
+            *("--trainers", str(options.trainers), "--gpus", str(options.gpus), "--port", str(self.port)),
+        ]
         with self.log.open("ab") as log:
             self.ranks = [
                 subprocess.Popen(
@@ -152,10 +88,10 @@ class Trainers:
                 for r in range(options.trainers)
             ]  # fmt: skip
 
-    def ask(self, seconds: float = 300, **what: Any) -> list[dict[str, Any]]:
+    def ask(self, do: str, seconds: float = 300, **what: Any) -> list[dict[str, Any]]:
         for p in self.ranks:
             assert p.stdin is not None
-            p.stdin.write(json.dumps(what).encode() + b"\n")
+            p.stdin.write(json.dumps({"do": do, **what}).encode() + b"\n")
             p.stdin.flush()
         return self.hear(seconds)
 
@@ -170,146 +106,24 @@ class Trainers:
             raise RuntimeError(f"a trainer rank ended:\n{tail(self.log)}")
         return [json.loads(line) for line in lines]
 
+    def movers(self) -> list[int]:
+        """Of each rank the mover that takes part, in rank order."""
+        return [movers_below(p.pid)[0] for p in self.ranks]
+
     def close(self) -> None:
         for p in self.ranks:
             p.kill()
 
 
+def movers_below(pid: int) -> list[int]:
+    """Movers that take part; a spare has not been given a slab yet."""
+    found = [p for p in descendants(pid) if b"weightsync_engine.mover" in command_line(p)]
+    named = [p for p in found if Path(f"/proc/{p}/comm").read_text().startswith("ws-mover")]
+    return named or found
+
+
 def tail(log: Path, lines: int = 40) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
-
-
-# ---- what the operator does --------------------------------------------------------------------------------
-
-
-class Driver:
-    """One epoch of a trainer and servers, and rounds in it, by the operator's requests and long polls."""
-
-    def __init__(
-        self, operator: Operator, trainer: str, servers: list[str], trainers: int, transport: str
-    ) -> None:
-        self.operator, self.trainers, self.transport = operator, trainers, transport
-        self.urls = [trainer, *servers]
-        self.pool = ThreadPoolExecutor(len(self.urls))
-        self.client = httpx.Client(trust_env=False, timeout=SECONDS)
-        self.headers = operator.headers()
-        self.boots: dict[str, str] = {}
-        self.epoch, self.round = 0, 0
-
-    def state(self, url: str, seen: int | None = None) -> AgentState:
-        query = f"?seen={seen}&wait=10" if seen is not None else ""
-        answer = self.client.get(url + ROUTE_STATE + query, headers=self.headers)
-        assert answer.status_code == 200, answer.text
-        return AgentState.model_validate_json(answer.content)
-
-    def post(self, url: str, verb: str, **body: Any) -> None:
-        message = {"boot_id": self.boots[url], "object_uid": OBJECT, "term": 1} | body
-        answer = self.client.post(f"{url}/weightsync/v1/{verb}", json=message, headers=self.headers)
-        assert answer.status_code == 200, f"{url} {verb}: {answer.status_code} {answer.text}"
-
-    def every(self, do: Any) -> list[Any]:
-        return list(self.pool.map(do, self.urls))
-
-    def until(self, holds: Any) -> list[AgentState]:
-        def one(url: str) -> AgentState:
-            until, state = time.monotonic() + SECONDS, self.state(url)
-            while not holds(state):
-                if time.monotonic() > until:
-                    raise AssertionError(f"{url} did not get there: {state}")
-                state = self.state(url, state.revision)
-            return state
-
-        return self.every(one)
-
-    def join(self) -> float:
-        start = time.perf_counter()
-        self.headers = self.operator.headers()
-        states = dict(zip(self.urls, self.every(self.state), strict=True))
-        self.boots = {url: s.boot_id for url, s in states.items()}
-        self.epoch += 1
-        workers = [s.inference.workers for s in states.values() if s.inference is not None]
-        lead = self.urls[0]
-        host, port = lead.removeprefix("http://").split(":")
-        common = {
-            "epoch": self.epoch, "world_size": self.trainers + sum(workers), "trainer_ranks": self.trainers,
-            "key": secrets.token_hex(32), "lead_agent": {"host": host, "port": int(port)},
-            "deadline_seconds": SECONDS, "transport": self.transport,
-        }  # fmt: skip
-        self.post(lead, "join", first_rank=0, **common)
-        while (state := self.state(lead)).epoch is None or state.epoch.rendezvous is None:
-            time.sleep(0.005)
-        rank = self.trainers
-        for url, count in zip(self.urls[1:], workers, strict=True):
-            self.post(url, "join", first_rank=rank, rendezvous=state.epoch.rendezvous.model_dump(), **common)
-            rank += count
-        joined = self.until(
-            lambda s: (
-                s.epoch is not None and s.epoch.epoch == self.epoch and s.epoch.phase != EpochPhase.JOINING
-            )
-        )
-        for s in joined:
-            assert s.epoch is not None and s.epoch.phase == EpochPhase.JOINED, s
-        return time.perf_counter() - start
-
-    def phase(self, verb: str, wanted: RoundPhase, **body: Any) -> float:
-        start = time.perf_counter()
-        self.every(lambda url: self.post(url, verb, epoch=self.epoch, round=self.round, **body))
-
-        def settled(s: AgentState) -> bool:
-            r = s.round
-            return r is not None and r.round == self.round and (r.phase == wanted or r.problem is not None)
-
-        for s in self.until(settled):
-            assert s.round is not None and s.round.phase == wanted, s.round
-        return (time.perf_counter() - start) * 1e3
-
-    def sync(self, version: str) -> dict[str, float]:
-        self.round += 1
-        start = time.perf_counter()
-        parts = {
-            "prepare": self.phase(
-                "prepare", RoundPhase.READY, version=version, deadline_seconds=SECONDS, decide_by_seconds=600
-            ),
-            "transfer": self.phase("transfer", RoundPhase.VERIFIED, deadline_seconds=SECONDS),
-            "commit": self.phase("commit", RoundPhase.COMMITTED, version=version, deadline_seconds=SECONDS),
-        }
-        return {**parts, "round": (time.perf_counter() - start) * 1e3}
-
-    def admit(self, version: str | None) -> None:
-        for url in self.urls[1:]:
-            self.post(url, "admit", version=version)
-
-
-class Stream(threading.Thread):
-    """Streams completions one after the other, and notes when each token came."""
-
-    def __init__(self, url: str) -> None:
-        super().__init__(daemon=True)
-        self.url, self.stop, self.error = url, False, ""
-        self.times: list[float] = []
-
-    def run(self) -> None:
-        body = completion(PROMPT, 400) | {"stream": True}
-        try:
-            while not self.stop:
-                with httpx.stream(
-                    "POST", self.url + "/v1/completions", json=body, timeout=120, trust_env=False
-                ) as answer:
-                    if answer.status_code != 200:
-                        self.error = f"{answer.status_code} {answer.read()!r}"
-                        return
-                    for line in answer.iter_lines():
-                        if line.startswith("data: {"):
-                            self.times.append(time.perf_counter())
-                        if self.stop:
-                            return
-        except Exception as e:
-            self.error = f"{type(e).__name__}: {e}"
-
-    def gaps(self, start: float, end: float) -> list[float]:
-        """Milliseconds between tokens, of those that end in a span."""
-        times = [t for t in list(self.times) if start - 1 <= t <= end]
-        return [(b - a) * 1e3 for a, b in itertools.pairwise(times) if b >= start]
 
 
 def memory_used() -> list[int]:
@@ -324,126 +138,273 @@ def memory_used() -> list[int]:
     return [int(line) for line in told.stdout.split()]
 
 
-def server(
-    options: argparse.Namespace, operator: Operator, model: Path, name: str, spec: str, gpu: int
-) -> Any:
-    tp = int(spec.removeprefix("tp"))
-    environment = {k: v for k, v in os.environ.items() if k.startswith("VLLM_")}
-    if tp == 1 and options.gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
-    process = VllmProcess(
-        model, Path(options.out, name), operator, tp=tp, live_weights=not options.gpus,
-        environment=environment, arguments=(
-            *("--dtype", "bfloat16", "--kv-cache-memory-bytes", str(1 << 30), "--gpu-memory-utilization", "0.3",
-              "--max-model-len", "2048") * bool(options.gpus), *options.vllm_arguments.split(),
-        ),
-    )  # fmt: skip
-    return process.start()
+def middle(rounds: list[dict[str, Any]]) -> dict[str, float]:
+    """Medians of what every one of them has."""
+    keys = [k for k in rounds[0] if all(isinstance(r.get(k), float) for r in rounds)] if rounds else []
+    return {k: round(statistics.median(r[k] for r in rounds), 2) for k in keys}
 
 
-def medians(rounds: list[dict[str, Any]]) -> dict[str, float]:
-    keys = (
-        "prepare",
-        "transfer",
-        "commit",
-        "round",
-        "publish_host",
-        "publish_device",
-        "longest_gap",
-        "usual_gap",
-    )
-    return {k: round(statistics.median(r[k] for r in rounds), 2) for k in keys if rounds}
+class Bench:
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.out = Path(options.out)
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.operator = Operator(self.out)
+        self.servers: dict[str, VllmProcess] = {}
+        self.turn = 0
+        self.result: dict[str, Any] = {"options": vars(options), "date": time.strftime("%Y-%m-%d")}
 
+    def server(
+        self,
+        name: str,
+        spec: str,
+        model: Path,
+        *,
+        gpu: int = 0,
+        backend: str = "weightsync",
+        alone: bool = False,
+    ) -> VllmProcess:
+        """Start one such as `tp2`. One that is `alone` has vLLM's own routes, no agent, and no operator sees it."""
+        options, tp = self.options, int(spec.removeprefix("tp"))
+        environment: dict[str, str | None] = {k: v for k, v in os.environ.items() if k.startswith("VLLM_")}
+        if tp == 1 and options.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
+        if alone:
+            environment |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_PLUGINS": None}
+        server = VllmProcess(
+            model, self.out / name, self.operator, tp=tp, live_weights=not options.gpus,
+            backend=backend, environment=environment,
+            arguments=(
+                *("--dtype", "bfloat16", "--kv-cache-memory-bytes", str(1 << 30), "--gpu-memory-utilization", "0.2",
+                  "--max-model-len", "2048") * bool(options.gpus), *options.vllm_arguments.split(),
+            ),
+        )  # fmt: skip
+        if not alone:
+            self.control.add(name, "inference", server.port)
+            server._environment[ENV_POD_UID] = self.control.uid(name)
+            server._environment[ENV_PORT] = str(server.port)
+        self.servers[name] = server
+        return server.start()
 
-def drive(options: argparse.Namespace) -> None:
-    out = Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)
-    operator = Operator(out)
-    trainers = Trainers(options, operator)
-    servers: list[Any] = []
-    result: dict[str, Any] = {"options": vars(options), "rounds": []}
-    try:
-        trainers.hear()
-        for i, spec in enumerate(options.servers.split(",")):
-            servers.append(
-                server(options, operator, out / "model", f"server-{i}", spec, i % max(options.gpus, 1))
-            )
-        for s in servers:
+    @property
+    def ours(self) -> list[VllmProcess]:
+        return [s for n, s in self.servers.items() if n.startswith(("server", "fresh"))]
+
+    def run(self) -> None:
+        options = self.options
+        with Control(self.operator.token, SPEC | {"transport": options.transport}) as self.control:
+            self.trainers = Trainers(options, self.operator, self.control)
+            try:
+                self.trainers.hear()
+                for i, spec in enumerate(options.servers.split(",")):
+                    self.server(f"server-{i}", spec, self.out / "model", gpu=i % max(options.gpus, 1))
+                if options.peer:
+                    self.server("peer", "tp1", self.out / "model", backend="nccl_m2n", alone=True)
+                for i in range(2 * options.contract):
+                    self.server(f"alone-{i}", "tp1", self.out / "model", alone=True)
+                self.until_served()
+                self.measure()
+            except BaseException:
+                for s in self.servers.values():
+                    print(f"--- {s.log}\n{s.tail(30)}", file=sys.stderr)
+                print(f"--- trainer\n{tail(self.trainers.log)}", file=sys.stderr)
+                raise
+            finally:
+                (self.out / "result.json").write_text(json.dumps(self.result, default=str))
+                for s in self.servers.values():
+                    s.kill()
+                self.trainers.close()
+
+    def until_served(self) -> None:
+        for s in self.servers.values():
             s.wait_up()
+        wanted = f"{len(self.ours)}/{len(self.ours)}"
+        self.control.wait(
+            lambda status: status.get("inference", "") == wanted, SECONDS, f"{wanted} servers are members"
+        )
+        self.control.wait_true("RendezvousEstablished", SECONDS)
         print("servers are up", flush=True)
-        driver = Driver(operator, trainers.url, [s.url for s in servers], options.trainers, options.transport)
-        result["join_s"] = driver.join()
-        driver.admit(None)
-        first = [s.greedy(PROMPT, 16) for s in servers]
-        streams = [Stream(s.url) for s in servers for _ in range(options.streams)]
-        for turn in range(1, options.rounds + 1):
-            if turn == options.idle_rounds + 1:
-                for s in streams:
-                    s.start()
-                time.sleep(3)
-            version = f"step-{turn}"
-            # The last version is the one that the servers loaded: they must say again what they said first.
-            scale = 1.0 if turn == options.rounds else 1 + turn / 64
-            told = trainers.ask(publish=version, scale=scale)
-            start = time.perf_counter()
-            parts = driver.sync(version)
-            end = time.perf_counter()
-            driver.admit(version)
-            if turn == options.rounds - 1:
-                changed = [s.greedy(PROMPT, 16) for s in servers]
-            time.sleep(0.5 if turn > options.idle_rounds else 0.05)
-            gaps = [g for s in streams for g in s.gaps(start, end + 0.2)]
-            quiet = [g for s in streams for g in s.gaps(end + 0.2, end + 0.5)]
-            parts |= {
-                "publish_host": max(t["host_ms"] for t in told),
-                "publish_device": max(t["device_ms"] for t in told),
-                "longest_gap": max(gaps, default=0.0),
-                "usual_gap": statistics.median(quiet) if quiet else 0.0,
-                "memory_mib": memory_used(),
-            }
-            result["rounds"].append(parts)
-            print(
-                json.dumps({k: round(v, 1) if isinstance(v, float) else v for k, v in parts.items()}),
-                flush=True,
-            )
-        for s in streams:
-            s.stop = True
-        result["stream_errors"] = [s.error for s in streams if s.error]
-        last = [s.greedy(PROMPT, 16) for s in servers]
+
+    def measure(self) -> None:
+        options, result = self.options, self.result
+        first = [s.greedy(PROMPT, 16) for s in self.ours]
+        result["idle"] = [self.round() for _ in range(options.idle_rounds)]
+        self.tell("idle", result["idle"][2:])
+        if options.peer:
+            result["peer"] = self.peer()
+            ratio = middle(result["idle"][2:])["whole"] / result["peer"]["median_ms"]
+            result["to_peer"] = round(ratio, 3)
+            print(json.dumps({"peer": result["peer"], "ours to the peer's": result["to_peer"]}), flush=True)
+        if options.streams:
+            with self.decoding() as of:
+                result["decoding"] = [self.round(0.4) for _ in range(options.rounds)]
+            for r in result["decoding"]:
+                r |= of(r["began"], r["ended"] + 0.2)
+            self.tell("decoding", result["decoding"][2:])
+        changed = [s.greedy(PROMPT, 16) for s in self.ours]
+        if options.contract:
+            result["contract"] = self.contract()
+            print(json.dumps({"contract": result["contract"]}), flush=True)
+        if options.faults:
+            result["faults"] = self.faults()
+        result["memory"] = {k: [r["memory_mib"] for r in result.get(k, ())] for k in ("idle", "decoding")}
+        self.round(scale=1.0)
+        last = [s.greedy(PROMPT, 16) for s in self.ours]
         result["tokens"] = {"loaded": first, "changed": changed, "loaded again": last, "equal": last == first}
-        print(json.dumps(result["tokens"]), flush=True)
-        idle = result["rounds"][2 : options.idle_rounds]
-        if idle:
-            result["idle_medians_ms"] = medians(idle)
-            print(json.dumps({"idle_medians_ms": result["idle_medians_ms"]}), flush=True)
-        result["medians_ms"] = medians(result["rounds"][max(options.idle_rounds, 2) :])
-        print(json.dumps({"medians_ms": result["medians_ms"], "join_s": result["join_s"]}), flush=True)
-        if not options.fresh:
-            return
-        trainers.ask(save=str(out / "final"))
-        fresh = server(options, operator, out / "final", "fresh", "tp1", 0)
-        servers.append(fresh)
-        fresh.wait_up()
-        boot = operator.state(fresh.url).boot_id
-        operator.post(fresh.url, "admit", boot, version=None)
-        wanted = fresh.greedy(PROMPT, 16)
-        result["tokens"] = {
-            "first": first,
-            "last": last,
-            "fresh": wanted,
-            "equal": [t == wanted for t in last],
+        if options.fresh:
+            self.round(scale=1.25)
+            self.trainers.ask("save", folder=str(self.out / "final"))
+            now = [s.greedy(PROMPT, 16) for s in self.ours]
+            fresh = self.server("fresh", "tp1", self.out / "final").wait_up()
+            self.until_served()
+            result["tokens"] |= {"last": now, "fresh": (wanted := fresh.greedy(PROMPT, 16))}
+            result["tokens"]["fresh equal"] = [t == wanted for t in now]
+        print(json.dumps({k: v for k, v in result["tokens"].items() if "equal" in k}), flush=True)
+
+    def tell(self, what: str, rounds: list[dict[str, Any]]) -> None:
+        self.result[f"{what}_medians"] = middle(rounds)
+        print(json.dumps({what: self.result[f"{what}_medians"], "rounds": len(rounds)}), flush=True)
+
+    def round(self, rest: float = 0.05, scale: float | None = None) -> dict[str, Any]:
+        """One version, published, moved and committed; milliseconds, and when it began and ended."""
+        self.turn += 1
+        version = f"step-{self.turn}"
+        scale = 1 + self.turn % 30 / 64 if scale is None else scale
+        told = self.trainers.ask("publish", version=version, scale=scale)
+        published = max(t["published_at"] for t in told)
+        ended = self.control.wait_committed(version, SECONDS)
+        time.sleep(rest)
+        stop = max(t["host_ms"] for t in told)
+        return {
+            "began": published - stop / 1e3,
+            "ended": ended,
+            "publish_host": stop,
+            "publish_device": max(t["device_ms"] for t in told),
+            "round": (ended - published) * 1e3,
+            "whole": (ended - published) * 1e3 + stop,
+            "memory_mib": memory_used(),
         }
-        print(json.dumps(result["tokens"]))
-    except BaseException:
-        for s in servers:
-            print(f"--- {s.log}\n{s.tail(30)}", file=sys.stderr)
-        print(f"--- trainer\n{tail(trainers.log)}", file=sys.stderr)
-        raise
-    finally:
-        (out / "result.json").write_text(json.dumps(result, default=str))
-        for s in servers:
-            s.kill()
-        trainers.close()
+
+    def peer(self) -> dict[str, Any]:
+        init = self.trainers.ask("peer_init", url=self.servers["peer"].url, port=free_port())
+        rounds = [
+            max(t["ms"] for t in self.trainers.ask("peer_round", scale=1 + i / 64))
+            for i in range(self.options.idle_rounds)
+        ]
+        return {
+            "init_s": round(max(t["seconds"] for t in init), 3),
+            "rounds_ms": [round(ms, 2) for ms in rounds],
+            "median_ms": round(statistics.median(rounds[2:]), 2),
+        }
+
+    def contract(self) -> dict[str, Any]:
+        """Two servers without agents by vLLM's trainer contract, by address and by unique id; they must say what ours
+        say with the same weights."""
+        servers = [s for n, s in self.servers.items() if n.startswith("alone")]
+        found: dict[str, Any] = {}
+        for way, where in (
+            ("address", {"master_address": "127.0.0.1", "master_port": free_port()}),
+            ("unique_id", {"unique_id": unique_id("127.0.0.1")}),
+        ):
+            told = self.trainers.ask("contract_init", urls=[s.url for s in servers], where=where)
+            sent, right = [], []
+            for i in range(1, 5):
+                scale = 1 + i / 8
+                sent.append(
+                    max(
+                        t["ms"] for t in self.trainers.ask("contract_send", version=f"{way}-{i}", scale=scale)
+                    )
+                )
+                for s in servers:
+                    httpx.post(s.url + "/reset_prefix_cache", trust_env=False, timeout=30)
+            self.round(scale=scale)
+            wanted = self.ours[0].greedy(PROMPT, 16)
+            right = [s.greedy(PROMPT, 16) == wanted for s in servers]
+            found[way] = {
+                "init_s": round(max(t["seconds"] for t in told), 2), "send_ms": [round(ms, 1) for ms in sent],
+                "tokens equal": right,
+            }  # fmt: skip
+        return found
+
+    @contextlib.contextmanager
+    def decoding(self) -> Iterator[Callable[[float, float], dict[str, float]]]:
+        """Streams run inside; afterwards what they saw of a span of time can be asked."""
+        times = self.out / "decoding.json"
+        process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.decoding", str(times), *(s.url for s in self.ours),
+             "--streams", str(self.options.streams)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        streams: list[dict[str, Any]] = []
+        try:
+            assert process.stdout is not None and process.stdin is not None
+            assert process.stdout.readline(), "no stream began"
+            time.sleep(2)
+            yield lambda start, end: decoding.gaps(streams, start, end)
+            process.stdin.close()
+            process.wait(30)
+            streams += json.loads(times.read_text())
+            self.result["stream_errors"] = [s["error"] for s in streams if s["error"]]
+            self.result["tokens_streamed"] = sum(len(s["times"]) for s in streams)
+        finally:
+            process.kill()
+
+    # -- faults ----------------------------------------------------------------------------------------------
+
+    def faults(self) -> dict[str, float]:
+        """Seconds from the fault to the next version in every server that is left."""
+        found = {}
+        victims = {
+            "a trainer's mover, killed in a transfer": lambda: self.trainers.movers()[-1],
+            "a server's mover, killed in a transfer": lambda: movers_below(self._process(0))[0],
+        }
+        for what, pid in victims.items():
+            found[what] = self.fault(what, pid(), signal.SIGKILL)
+            found[what.replace("killed", "frozen")] = self.fault(what, pid(), None)
+        if len(self.ours) > 1:
+            found["a whole server, killed in a transfer"] = self.server_fault()
+        self.result["faults_deadline_s"] = TRANSFER_SECONDS
+        return found
+
+    def _process(self, number: int) -> int:
+        process = self.ours[number].process
+        assert process is not None
+        return process.pid
+
+    def fault(self, what: str, pid: int, then: signal.Signals | None) -> float:
+        """Stop a process, publish, let the transfer begin, and then kill it or leave it as it is."""
+        os.kill(pid, signal.SIGSTOP)
+        version = self._publish()
+        time.sleep(0.5)
+        began = time.perf_counter()
+        if then is not None:
+            os.kill(pid, then)
+        took = self.control.wait_committed(version, SECONDS) - began
+        print(
+            f"{what if then else what.replace('killed', 'frozen')}: good again after {took:.2f} s", flush=True
+        )
+        return round(took, 3)
+
+    def server_fault(self) -> float:
+        """The last server is gone whole, in a transfer that its mover holds up; its pod goes, as a kubelet tells."""
+        name, server = [(n, s) for n, s in self.servers.items() if s in self.ours][-1]
+        assert name.startswith("server") and server.process is not None
+        os.kill(movers_below(server.process.pid)[0], signal.SIGSTOP)
+        version = self._publish()
+        time.sleep(0.5)
+        began = time.perf_counter()
+        server.kill()
+        self.control.remove(name)
+        del self.servers[name]
+        took = self.control.wait_committed(version, SECONDS) - began
+        print(f"a whole server, killed in a transfer: good again after {took:.2f} s", flush=True)
+        return round(took, 3)
+
+    def _publish(self) -> str:
+        self.turn += 1
+        version = f"step-{self.turn}"
+        self.trainers.ask("publish", version=version, scale=1 + self.turn % 30 / 64)
+        return version
 
 
 def main() -> None:
@@ -451,28 +412,26 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", choices=list(PRESETS), default="qwen3-1.7b")
-    parser.add_argument("--trainers", type=int, default=1)
+    parser.add_argument("--trainers", type=int, default=2)
     parser.add_argument("--servers", default="tp1", help="such as tp1 or tp2,tp1")
     parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--streams", type=int, default=8, help="by server")
-    parser.add_argument("--idle-rounds", type=int, default=0, help="the first so many without streams")
-    parser.add_argument(
-        "--no-fresh", dest="fresh", action="store_false", help="skip the fresh server at the end"
-    )
-    parser.add_argument("--transport", default="auto")
+    parser.add_argument("--idle-rounds", type=int, default=10)
+    parser.add_argument("--peer", action="store_true", help="vLLM's own nccl_m2n backend, to a server of tp1")
+    parser.add_argument("--rounds", type=int, default=20, help="while streams decode")
+    parser.add_argument("--streams", type=int, default=24, help="by server; 0: none")
+    parser.add_argument("--contract", action="store_true", help="two more servers, without agents")
+    parser.add_argument("--faults", action="store_true")
+    parser.add_argument("--fresh", action="store_true", help="compare with a fresh server at the end")
+    parser.add_argument("--transport", default="Auto", choices=["Auto", "NcclM2n", "NcclP2p", "Gloo"])
     parser.add_argument("--out", default="build/gpu_vllm")
     parser.add_argument("--vllm-arguments", default="")
     parser.add_argument("--limit", type=int, default=400, help="seconds for all")
-    parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
-    parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.rank >= 0:
-        trainer(options)
-        return
+    Path(options.out).mkdir(parents=True, exist_ok=True)
+    logging.basicConfig(filename=Path(options.out, "control.log"), level=logging.INFO)
     signal.signal(signal.SIGALRM, lambda *_: sys.exit(f"not done within {options.limit} s"))
     signal.alarm(options.limit)
-    drive(options)
+    Bench(options).run()
 
 
 if __name__ == "__main__":

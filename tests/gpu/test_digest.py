@@ -48,7 +48,7 @@ def test_every_box_has_the_same_digest_on_gpu_and_host(device, dtype):
         assert box_digest(on_gpu, box, shape) == wanted[-1], (shape, box)
         assert int(_sum(on_gpu, _joined(box, shape))) % MODULUS == wanted[-1], (shape, box)
         held.append(units_of(on_gpu, _joined(box, shape)))
-    assert cuda.digests(held, _sum) == wanted
+    assert cuda.Digests(held, _sum).sums() == wanted
 
 
 def test_a_region_that_is_no_run_of_memory_has_the_digest_of_its_elements(device):
@@ -72,11 +72,12 @@ def test_sixteen_gigabytes_take_a_few_reads_of_them(device, record_property):
     elements = min(8 << 30, free // 4 // (1 << 26) * (1 << 26))
     data = torch.zeros(elements, dtype=torch.bfloat16, device=device)
     parts = [units_of(p, [(0, p.numel(), p.numel())]) for p in data.chunk(399)]
-    cuda.digests(parts, _sum)
+    digests = cuda.Digests(parts, _sum)
+    digests.sums()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize(device)
     start.record()
-    cuda.digests(parts, _sum)
+    digests.sums()
     end.record()
     end.synchronize()
     ms = start.elapsed_time(end)

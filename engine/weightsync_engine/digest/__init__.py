@@ -42,10 +42,9 @@ def box_digest(tensor: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
 
     Raises ValueError where tensor, box and shape do not fit each other.
     """
-    _check(tensor, box, shape)
-    dims = _joined(box, shape)
+    dims = _checked(tensor, box, shape)
     if tensor.is_cuda:
-        return cuda.digests([units_of(tensor, dims)], _sum)[0]
+        return cuda.Digests([units_of(tensor, dims)], _sum).sums()[0]
     return int(_sum(tensor, dims)) % MODULUS
 
 
@@ -75,37 +74,71 @@ def units_of(tensor: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, Dims]:
 def _sum(tensor: torch.Tensor, dims: Dims) -> torch.Tensor:
     """The sum over a box's elements as a tensor without dimensions, on the tensor's device."""
     flat, dims = units_of(tensor, dims)
-    width = flat.element_size()
-    mask = (1 << 8 * width) - 1
+    mask = (1 << 8 * flat.element_size()) - 1
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     chunk = _DEVICE_CHUNK if tensor.is_cuda else _CHUNK
-    for start in range(0, flat.numel(), chunk):
-        bits = flat[start : start + chunk].to(torch.int64, copy=True)
+    start, extent, whole = dims[-1] if dims else (0, 1, 1)
+    # Where neighbours in memory that share a key are neighbours in the parameter, each key is worked out once.
+    fours = start % 4 == extent % 4 == 0 and (whole % 4 == 0 or len(dims) == 1)
+    groups = [*dims[:-1], (start // 4, extent // 4, whole // 4)]
+    for at in range(0, flat.numel(), chunk):
+        bits = flat[at : at + chunk].to(torch.int64, copy=True)
         bits &= mask
-        index = torch.arange(start, start + bits.numel(), dtype=torch.int64, device=tensor.device)
-        total += _values(bits, _linear(index, dims)).sum()
+        end = at + bits.numel()
+        if fours:
+            index = torch.arange(at // 4, end // 4, dtype=torch.int64, device=tensor.device)
+            bits += 1
+            bits = bits.view(-1, 4)
+            bits *= _lanes(tensor.device)
+            total += (bits.sum(1) * _keys(_linear(index, groups))).sum()
+        else:
+            index = torch.arange(at, end, dtype=torch.int64, device=tensor.device)
+            total += _values(bits, _linear(index, dims)).sum()
     return total
 
 
-def box_digests(held: Iterable[tuple[torch.Tensor, Box, tuple[int, ...]]]) -> list[int]:
-    """`box_digest` of each (tensor, box, shape), in order; small ones cost a few microseconds each.
+class Digests:
+    """`box_digest` of many boxes that stay where they are in memory while what is in them changes; what can be worked
+    out beforehand is. Small ones cost a few microseconds each.
 
     Raises ValueError as `box_digest` does.
     """
-    held = list(held)
-    if held and held[0][0].is_cuda:
-        for tensor, box, shape in held:
-            _check(tensor, box, shape)
-        return cuda.digests([units_of(tensor, _joined(box, shape)) for tensor, box, shape in held], _sum)
+
+    def __init__(self, held: Iterable[tuple[torch.Tensor, Box, tuple[int, ...]]]) -> None:
+        self._held = [(tensor, _checked(tensor, box, shape)) for tensor, box, shape in held]
+        self._on_gpu: cuda.Digests | None = None
+        self._copied: list[int] = []
+        """Those on a GPU that are no run of memory, which is found only in a copy of the moment."""
+        if self._held and self._held[0][0].is_cuda:
+            whole = [at for at, (tensor, _) in enumerate(self._held) if tensor.is_contiguous()]
+            self._runs = whole
+            self._copied = sorted(set(range(len(self._held))) - set(whole))
+            self._on_gpu = cuda.Digests([units_of(*self._held[at]) for at in whole], _sum)
+
+    def sums(self) -> list[int]:
+        """The digests of what the boxes hold now, in order."""
+        if self._on_gpu is None:
+            return _on_host(self._held)
+        sums = dict(zip(self._runs, self._on_gpu.sums(), strict=True))
+        if self._copied:
+            copied = cuda.Digests([units_of(*self._held[at]) for at in self._copied], _sum)
+            sums |= dict(zip(self._copied, copied.sums(), strict=True))
+        return [sums[at] for at in range(len(self._held))]
+
+
+def box_digests(held: Iterable[tuple[torch.Tensor, Box, tuple[int, ...]]]) -> list[int]:
+    """`Digests`, once."""
+    return Digests(held).sums()
+
+
+def _on_host(held: list[tuple[torch.Tensor, Dims]]) -> list[int]:
     sums: list[int] = []
     batches: dict[tuple[int, torch.device], _Batch] = {}
-    for at, (tensor, box, shape) in enumerate(held):
+    for at, (tensor, dims) in enumerate(held):
         sums.append(0)
-        dims = _joined(box, shape)
-        if box.size > _SMALL or len(dims) > 2:
-            sums[at] = box_digest(tensor, box, shape)
-        elif box.size:
-            _check(tensor, box, shape)
+        if tensor.numel() > _SMALL or len(dims) > 2:
+            sums[at] = int(_sum(tensor, dims)) % MODULUS
+        elif tensor.numel():
             key = (min(tensor.element_size(), 2), tensor.device)
             batch = batches.setdefault(key, _Batch(*key))
             batch.add(at, tensor, dims)
@@ -151,23 +184,33 @@ class _Batch:
             sums[place] = value % MODULUS
 
 
-def _check(tensor: torch.Tensor, box: Box, shape: tuple[int, ...]) -> None:
+def _checked(tensor: torch.Tensor, box: Box, shape: tuple[int, ...]) -> Dims:
+    """The box's joined dimensions."""
     if tuple(tensor.shape) != box.shape or not Box.whole(shape).contains(box):
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} does not hold {box} of shape {shape}")
+    return _joined(box, shape)
 
 
 def _values(bits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """What each element adds to the sum; int64, in place of `bits`."""
-    lanes = torch.tensor([_signed(lane) for lane in _LANES], dtype=torch.int64, device=bits.device)
-    lane = lanes.index_select(0, index & 3)
+    lane = _lanes(bits.device).index_select(0, index & 3)
     index >>= 2
-    index *= _signed(_GOLDEN)
-    key = _finish(index)
-    key |= 1
-    key *= lane
     bits += 1
-    bits *= key
+    bits *= _keys(index)
+    bits *= lane
     return bits
+
+
+def _lanes(device: torch.device) -> torch.Tensor:
+    return torch.tensor([_signed(lane) for lane in _LANES], dtype=torch.int64, device=device)
+
+
+def _keys(group: torch.Tensor) -> torch.Tensor:
+    """What four neighbours share; in place of `group`."""
+    group *= _signed(_GOLDEN)
+    key = _finish(group)
+    key |= 1
+    return key
 
 
 def _finish(z: torch.Tensor) -> torch.Tensor:

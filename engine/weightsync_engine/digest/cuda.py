@@ -9,6 +9,8 @@ import functools
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -18,9 +20,16 @@ log = logging.getLogger(__name__)
 
 Held = tuple[torch.Tensor, list[tuple[int, int, int]]]
 """A box's units, one after the other, and its joined dimensions."""
-Kernel = Callable[[Sequence[Boxed], int, torch.Tensor], None]
-_KEPT = 8
-"""Sets of boxes whose tiles are kept on the device: a mover sums the same ones in every round."""
+ByTorch = Callable[[torch.Tensor, list[tuple[int, int, int]]], torch.Tensor]
+"""The sum of one, as a tensor (int64)."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    upload: Callable[[Sequence[Boxed], torch.device], Any]
+    """Work of boxes of one width, to be launched as often as wanted."""
+    launch: Callable[[Any, int, torch.Tensor], None]
+    """Add the sums of (work, of this width) to their slots."""
 
 
 @functools.cache
@@ -29,44 +38,56 @@ def kernel() -> Kernel | None:
     try:
         from .kernel import Work, add_digests
 
-        @functools.lru_cache(_KEPT)
-        def work(boxes: tuple[Boxed, ...], device: torch.device) -> Work:
-            return Work.upload(cut(boxes), device)
-
-        def launch(boxes: Sequence[Boxed], width: int, out: torch.Tensor) -> None:
-            add_digests(work(tuple(boxes), out.device), width, out)
-
+        made = Kernel(lambda boxes, device: Work.upload(cut(boxes), device), add_digests)
         out = torch.zeros(1, dtype=torch.int64, device="cuda")
         for width in (1, 2):
             # Both variants: 20 000 elements are a whole tile and a rest.
             data = torch.zeros(20_000 * width, dtype=torch.uint8, device="cuda")
-            launch([Boxed(data.data_ptr(), 20_000, ((0, 20_000, 20_000),), 0)], width, out)
+            boxes = [Boxed(data.data_ptr(), 20_000, ((0, 20_000, 20_000),), 0)]
+            made.launch(made.upload(boxes, data.device), width, out)
         torch.cuda.current_stream().synchronize()
     except Exception as e:
         log.warning("digests are computed without Triton, several times slower: %s: %s", type(e).__name__, e)
         return None
-    return launch
+    return made
 
 
-def digests(
-    held: Sequence[Held], by_torch: Callable[[torch.Tensor, list[tuple[int, int, int]]], torch.Tensor]
-) -> list[int]:
-    """The sum of each, in order; one wait for the GPU in all. `by_torch` gives one's sum as a tensor (int64)."""
-    if not held:
-        return []
-    device = held[0][0].device
-    with torch.cuda.device(device):
-        out = torch.zeros(len(held), dtype=torch.int64, device=device)
-        launch = kernel()
-        of_width: dict[int, list[Boxed]] = defaultdict(list)
-        keep: list[torch.Tensor] = []
-        for slot, (flat, dims) in enumerate(held):
-            if launch is None or not fits(dims):
-                out[slot] = by_torch(flat, dims)
-            elif flat.numel():
-                keep.append(flat)  # a copy, where the region is no run of memory
-                of_width[flat.element_size()].append(Boxed(flat.data_ptr(), flat.numel(), tuple(dims), slot))
-        for width, boxes in of_width.items():
-            assert launch is not None
-            launch(boxes, width, out)
-        return [value % (1 << 64) for value in out.tolist()]
+class Digests:
+    """The sums of boxes that stay where they are: worked out and sent to the device once, summed as often as
+    wanted."""
+
+    def __init__(self, held: Sequence[Held], by_torch: ByTorch) -> None:
+        self._by_torch = by_torch
+        self._count = len(held)
+        self._device = held[0][0].device if held else torch.device("cuda")
+        self._others: list[tuple[int, Held]] = []
+        self._keep: list[torch.Tensor] = []
+        self._work: list[tuple[Any, int]] = []
+        with torch.cuda.device(self._device):
+            self._kernel = kernel() if held else None
+            of_width: dict[int, list[Boxed]] = defaultdict(list)
+            for slot, (flat, dims) in enumerate(held):
+                if self._kernel is None or not fits(dims):
+                    self._others.append((slot, (flat, dims)))
+                elif flat.numel():
+                    self._keep.append(flat)
+                    of_width[flat.element_size()].append(
+                        Boxed(flat.data_ptr(), flat.numel(), tuple(dims), slot)
+                    )
+            if self._kernel is not None:
+                self._work = [
+                    (self._kernel.upload(boxes, self._device), width) for width, boxes in of_width.items()
+                ]
+
+    def sums(self) -> list[int]:
+        """In order; one wait for the GPU in all."""
+        if not self._count:
+            return []
+        with torch.cuda.device(self._device):
+            out = torch.zeros(self._count, dtype=torch.int64, device=self._device)
+            for slot, (flat, dims) in self._others:
+                out[slot] = self._by_torch(flat, dims)
+            for work, width in self._work:
+                assert self._kernel is not None
+                self._kernel.launch(work, width, out)
+            return [value % (1 << 64) for value in out.tolist()]

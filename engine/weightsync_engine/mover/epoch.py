@@ -43,7 +43,7 @@ from ..transport.presence import Presence
 from ..transport.store import EpochStore, check_cancelled, connect_store
 from .memory import Staging
 from .slab import Slab
-from .verify import Sums, judge_digests, shards_of, source_sums, target_sums
+from .verify import Summed, judge_digests, of_sources, of_targets, shards_of
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +84,7 @@ class Epoch:
         self._plan: Plan | None = None
         """On rank 0, which judges; the others keep what they do themselves."""
         self._steps: tuple[LocalStep, ...] | None = None
+        self._summed: Summed | None = None
 
     @property
     def cancelled(self) -> bool:
@@ -107,7 +108,7 @@ class Epoch:
             if not transport.hopeless and (why := self._staging.hold()):
                 log.warning("the next epoch may lack memory: %s", why)
         self._store = None
-        self._plan = self._steps = None
+        self._plan = self._steps = self._summed = None
 
     # -- join ------------------------------------------------------------------------------------------------
 
@@ -146,6 +147,7 @@ class Epoch:
         assert plan is not None  # a rank without one is a problem, which ends the agreement
         self._sources, self._steps = sources, plan.local(self.rank, self._kind.collective)
         self._plan = plan if self.rank == 0 else None
+        self._summed = self._summed_here()
         self._staging.release()
         self._transport = self._kind(store, self.rank, request.world_size, request.host, self.deadline)
         self._agree(store, "connected", {}, lambda words: None, self.deadline, "its connections")
@@ -277,7 +279,7 @@ class Epoch:
 
     def _transfer(self, request: MoverTransfer, progress: Callable[..., None]) -> None:
         store, trainers = self._store, self.request.trainer_ranks
-        if store is None or self._steps is None or self._transport is None:
+        if store is None or self._steps is None or self._transport is None or self._summed is None:
             raise Failure("NotJoined", f"rank {self.rank} has no communicator", self.rank)
         began = time.monotonic()
         deadline = _inner_deadline(request.deadline_seconds)
@@ -305,7 +307,7 @@ class Epoch:
             self._slab.begin_write()
         whole = self._run_steps(scope, stall, deadline, stamp, progress)
         moved = time.monotonic()
-        sums = self._sums()
+        sums = self._summed.sums()
         summed = time.monotonic()
         whole = whole and (self.rank >= trainers or self._slab.read_stamp() == stamp)
         word = {"sums": sums, "problem": None}
@@ -403,10 +405,10 @@ class Epoch:
             region = region.narrow(dim, start, extent)
         return region
 
-    def _sums(self) -> Sums:
+    def _summed_here(self) -> Summed:
         if isinstance(self._manifest, TrainerManifest):
-            return source_sums(self._sources, self.rank, self._local)
-        return target_sums(self._manifest, self._local)
+            return of_sources(self._sources, self.rank, self._local)
+        return of_targets(self._manifest, self._local)
 
     # -- agreement -------------------------------------------------------------------------------------------
 

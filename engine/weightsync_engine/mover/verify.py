@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-import torch
-
-from ..digest import MODULUS, box_digests
+from ..digest import MODULUS, Digests
 from ..layout.boxes import Box
 from ..layout.shards import shard_boxes
 from ..layout.tensors import Mesh, Placement, SourceParameter, WorkerManifest
@@ -19,15 +17,25 @@ Sums = dict[str, int]
 """Per parameter the digest of what one rank holds of it; parameters of which it holds nothing are absent."""
 
 
-def source_sums(sources: Sequence[SourceParameter], rank: int, local: LocalTensor) -> Sums:
-    """Of what a trainer rank's shards hold of each checkpoint parameter, elements counted in the parameter."""
+class Summed:
+    """What one rank sums: parameters and where they are, worked out once for an epoch."""
+
+    def __init__(self, names: list[str], digests: Digests) -> None:
+        self._names, self._digests = names, digests
+
+    def sums(self) -> Sums:
+        """Of what is there now; a parameter that is there twice counts twice."""
+        sums: Sums = {}
+        for name, value in zip(self._names, self._digests.sums(), strict=True):
+            sums[name] = (sums.get(name, 0) + value) % MODULUS
+        return sums
+
+
+def of_sources(sources: Sequence[SourceParameter], rank: int, local: LocalTensor) -> Summed:
+    """What a trainer rank's shards hold of each checkpoint parameter, elements counted in the parameter."""
     held = list(_held(sources, rank))
-
-    def tensors() -> Iterator[tuple[torch.Tensor, Box, tuple[int, ...]]]:
-        for source, part, box in held:
-            yield local(part).reshape(box.shape), box, source.shape
-
-    return dict(zip((source.name for source, _, _ in held), box_digests(tensors()), strict=True))
+    boxes = ((local(part).view(box.shape), box, source.shape) for source, part, box in held)
+    return Summed([source.name for source, _, _ in held], Digests(boxes))
 
 
 def shards_of(sources: Iterable[SourceParameter], rank: int) -> Iterator[tuple[SourceParameter, Box | None]]:
@@ -54,19 +62,18 @@ def _held(sources: Sequence[SourceParameter], rank: int) -> Iterator[tuple[Sourc
         yield source, part, Box(of_parameter.start[leading:], of_parameter.shape[leading:])
 
 
-def target_sums(manifest: WorkerManifest, local: LocalTensor) -> Sums:
-    """Of everything that a worker's shadow holds, by its own names; what it holds twice counts twice."""
+def of_targets(manifest: WorkerManifest, local: LocalTensor) -> Summed:
+    """Everything that a worker's shadow holds, by its own names."""
     pieces = [piece for piece in manifest.pieces if piece.box.size]
-
-    def tensors() -> Iterator[tuple[torch.Tensor, Box, tuple[int, ...]]]:
-        for piece in pieces:
-            region = local(LocalPart(piece.tensor, piece.region)).reshape(piece.box.shape)
-            yield region, piece.box, manifest.expected[piece.name].shape
-
-    sums: Sums = {}
-    for piece, value in zip(pieces, box_digests(tensors()), strict=True):
-        sums[piece.name] = (sums.get(piece.name, 0) + value) % MODULUS
-    return sums
+    boxes = (
+        (
+            local(LocalPart(piece.tensor, piece.region)).view(piece.box.shape),
+            piece.box,
+            manifest.expected[piece.name].shape,
+        )
+        for piece in pieces
+    )
+    return Summed([piece.name for piece in pieces], Digests(boxes))
 
 
 def judge_digests(words: Sequence[Sums], sources: Sequence[SourceParameter], plan: Plan) -> Problem | None:

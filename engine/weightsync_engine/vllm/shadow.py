@@ -12,7 +12,7 @@ from ..mover.slab import Slab
 from ..protocol.messages import Problem, Published
 from ..resolve.loader import LoaderError
 from ..resolve.manifest import Resolved
-from ..transport.copies import copy_all, same_bits
+from ..transport.copies import Copies, same_bits
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +54,7 @@ class Shadow:
         self._names = [name for name, _, _ in copies]
         self._live = [live for _, live, _ in copies]
         self._next = [new for _, _, new in copies]
+        self._copies = Copies(self._live, self._next)
         self._loader = resolved.loader
         self._wholes = {name: held[tensor] for name, tensor in resolved.wholes.items()}
 
@@ -78,8 +79,7 @@ class Shadow:
         started = time.perf_counter()
         self.torn = True
         with torch.inference_mode():
-            if self._live:
-                copy_all(self._live, self._next)
+            self._copies.run()
             self._synchronise()
         if (problem := self._load()) is not None:
             return problem

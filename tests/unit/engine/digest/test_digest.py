@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from weightsync_engine.digest import _CHUNK, _SMALL, MODULUS, box_digest, box_digests
+from weightsync_engine.digest import _CHUNK, _SMALL, MODULUS, Digests, box_digest, box_digests
 from weightsync_engine.layout.boxes import Box
 
 shapes = hnp.array_shapes(min_dims=0, max_dims=4, max_side=6)
@@ -165,6 +165,15 @@ def test_large_and_small_boxes_mix_and_fill_more_than_a_chunk():
     tensors = [torch.arange(n, dtype=torch.int16).reshape(n) * 7 for n in sizes]
     items = [(t, Box((2,), (len(t),)), (len(t) + 2,)) for t in tensors]
     assert box_digests(iter(items)) == [box_digest(*item) for item in items]
+
+
+def test_boxes_are_worked_out_once_and_summed_as_they_are_each_time():
+    whole = torch.zeros(6, 4, dtype=torch.bfloat16)
+    held = [(whole[1:3], Box((1, 0), (2, 4)), (6, 4)), (whole[:, 2:], Box((0, 2), (6, 2)), (6, 4))]
+    digests = Digests(held)
+    for value in (1.0, 2.0):
+        whole.fill_(value)
+        assert digests.sums() == [box_digest(*one) for one in held]
 
 
 def test_one_of_many_that_does_not_fit_is_an_error():

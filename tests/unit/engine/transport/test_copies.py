@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync_engine.transport.copies import copy_all, same_bits
+from weightsync_engine.transport.copies import Copies, copy_all, same_bits
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 pairs = st.lists(st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES), st.booleans()), max_size=8)
@@ -23,6 +25,27 @@ def test_every_target_holds_its_source_cast(kinds):
     copy_all(targets, sources)
     for target, source in zip(targets, sources, strict=True):
         assert torch.equal(target, source.to(target.dtype))
+
+
+@given(st.data())
+def test_a_region_is_copied_alone_wherever_it_begins_and_ends(data):
+    dtype = data.draw(st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.float64]))
+    shape = data.draw(st.lists(st.sampled_from([1, 2, 3, 8, 12]), min_size=1, max_size=3))
+    extent = [data.draw(st.integers(1, n)) for n in shape]
+
+    def region_of(whole):
+        for dim, (n, e) in enumerate(zip(shape, extent, strict=True)):
+            whole = whole.narrow(dim, data.draw(st.integers(0, n - e)), e)
+        return whole
+
+    size = math.prod(shape)
+    source = region_of(torch.arange(size).to(torch.uint8).to(dtype).view(shape))
+    into = torch.full((size,), 99).to(dtype).view(shape)
+    target = region_of(into)
+    wanted = into.clone().as_strided(target.shape, target.stride(), target.storage_offset())
+    wanted.copy_(source)
+    Copies([target], [source]).run()
+    assert same_bits(into, wanted.as_strided(shape, into.stride(), 0))
 
 
 def test_bits_are_compared_and_not_values():
