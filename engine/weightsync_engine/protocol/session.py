@@ -125,6 +125,8 @@ class Round:
     bytes_total: int = 0
     seconds: float | None = None
     problem: Problem | None = None
+    stands: dict[int, tuple[int, float]] = field(default_factory=dict)
+    """Transfer: local rank -> the step that its mover was last seen in, and since when."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -607,7 +609,10 @@ def _transfer(session: Session, request: Transfer, now: float) -> Answer:
         version=round_.version,
         deadline_seconds=request.deadline_seconds,
     )
-    round_ = replace(round_, phase=RoundPhase.TRANSFERRING, deadline=now + request.deadline_seconds)
+    stands = dict.fromkeys(range(session.pod.local_ranks), (0, now))
+    round_ = replace(
+        round_, phase=RoundPhase.TRANSFERRING, deadline=now + request.deadline_seconds, stands=stands
+    )
     effects = tuple(StartTransfer(i, message) for i in range(session.pod.local_ranks))
     return Accepted(replace(session, round=round_), effects)
 
@@ -669,6 +674,8 @@ def _commit(session: Session, request: Commit) -> Answer:
             return Accepted(session)
         if round_.phase in (RoundPhase.VERIFIED, RoundPhase.COMMITTING):
             return Accepted(*_committed(session, request.deadline_seconds))
+    elif _restarted_since(session, request):
+        return Accepted(*_mirror_past(session, request))
     elif request.epoch < session.last_epoch:
         return _refuse("OlderEpoch", f"epoch {request.epoch} is over")
     elif round_ is not None and round_.epoch == request.epoch and request.round < round_.round:
@@ -682,10 +689,6 @@ def _commit(session: Session, request: Commit) -> Answer:
             if known or session.epoch is None:
                 session = replace(session, round=done)
             return Accepted(session)
-    elif session.epoch is None and round_ is None:
-        # This agent restarted after the record: mirror the decision, for the handles and for pods that ask.
-        done = Round(request.epoch, request.round, request.version, RoundPhase.COMMITTED, None, None)
-        return Accepted(*_mirror(replace(session, round=done)))
     if known:
         assert round_ is not None
         return _refuse(
@@ -711,6 +714,22 @@ def _mirror(session: Session) -> tuple[Session, tuple[Effect, ...]]:
     return _remember(session, "committed"), _tell(session, all_ranks=True)
 
 
+def _restarted_since(session: Session, request: Commit) -> bool:
+    """A trainer's agent that knows of no decision, asked to commit what was decided before it began."""
+    if session.pod.role != "trainer" or session.committed is not None:
+        return False
+    return request.epoch < session.last_epoch or (session.epoch is None and session.round is None)
+
+
+def _mirror_past(session: Session, request: Commit) -> tuple[Session, tuple[Effect, ...]]:
+    """Mirror such a decision, for the handles and for pods that ask; an epoch that was joined since goes on."""
+    done = Round(request.epoch, request.round, request.version, RoundPhase.COMMITTED, None, None)
+    mirrored, effects = _mirror(replace(session, round=done))
+    if session.epoch is None and session.round is None:
+        return mirrored, effects
+    return replace(mirrored, round=session.round), effects
+
+
 def _remember(session: Session, verdict: Verdict) -> Session:
     round_ = session.round
     assert round_ is not None and session.object_uid is not None
@@ -732,6 +751,13 @@ def _tell(
     )
     ranks = tuple(range(session.pod.local_ranks)) if all_ranks else (only,) if only is not None else ()
     return (TellOutcome(ranks, message),)
+
+
+def _tell_committed(session: Session, local_rank: int) -> tuple[Effect, ...]:
+    """To a mover that connects: its training process may not have heard of the last commit."""
+    if session.pod.role != "trainer" or session.committed is None:
+        return ()
+    return (TellOutcome((local_rank,), MoverOutcome(version=session.committed, committed=True)),)
 
 
 def _abort(session: Session, request: Abort) -> Answer:
@@ -904,6 +930,7 @@ def _join_movers(session: Session) -> tuple[Session, tuple[Effect, ...]]:
             host=pod.host,
             transport=request.transport,
             server=pod.uid or pod.name,
+            who=_who(pod, local_rank),
             deadline_seconds=request.deadline_seconds,
         )
         effects.append(JoinMover(local_rank, message))
@@ -938,7 +965,8 @@ def observe(session: Session, event: Event, now: float) -> tuple[Session, tuple[
     """Take in what happened. Events of things that are over change nothing."""
     match event:
         case MoverReported():
-            return _mover_reported(session, event)
+            session, effects = _mover_reported(session, event)
+            return _note_progress(session, event.local_rank, now), effects
         case MoverLost():
             return _mover_lost(session, event)
         case StoreOpened(epoch, rendezvous):
@@ -973,7 +1001,7 @@ def _mover_reported(session: Session, event: MoverReported) -> tuple[Session, tu
         session, effects = _mover_lost(session, MoverLost(local_rank, before.mover_id))
     session = replace(session, movers={**session.movers, local_rank: state})
     if before is None or before.mover_id != state.mover_id:
-        effects += _tell(session, only=local_rank)
+        effects += _tell(session, only=local_rank) or _tell_committed(session, local_rank)
     for step in (_see_published, _join_movers, _see_epoch, _check_ready, _see_round):
         session, more = step(session)
         effects += more
@@ -1181,7 +1209,7 @@ def _time_passed(session: Session, now: float) -> tuple[Session, tuple[Effect, .
         session, more = _fail_round(session, problem)
         return session, effects + more
     if round_.phase is RoundPhase.TRANSFERRING and round_.deadline is not None and now >= round_.deadline:
-        problem = _late_movers(session)
+        problem = _late_movers(session, now)
         session, kills = _kill(session, tuple(session.movers), problem.message)
         session, more = _fail_epoch(session, problem)
         return session, effects + kills + more
@@ -1220,20 +1248,48 @@ def _late_joiners(session: Session) -> Problem:
     )
 
 
-def _late_movers(session: Session) -> Problem:
+def _note_progress(session: Session, local_rank: int, now: float) -> Session:
+    """Since when a mover stands where it stands, for the words of a timeout."""
+    round_, state = session.round, session.movers.get(local_rank)
+    if round_ is None or round_.phase is not RoundPhase.TRANSFERRING or state is None:
+        return session
+    theirs = state.round
+    if theirs is None or (theirs.epoch, theirs.round) != (round_.epoch, round_.round):
+        return session
+    if round_.stands.get(local_rank, (-1, 0.0))[0] == theirs.step:
+        return session
+    stands = {**round_.stands, local_rank: (theirs.step, now)}
+    return replace(session, round=replace(round_, stands=stands))
+
+
+def _late_movers(session: Session, now: float) -> Problem:
     round_, epoch = session.round, session.epoch
     assert round_ is not None and epoch is not None
     late = []
     for i in range(session.pod.local_ranks):
+        rank = f"rank {epoch.request.first_rank + i} ({_who(session.pod, i)})"
+        waited = f"for {now - round_.stands.get(i, (0, now))[1]:.0f} s"
         r = session.movers[i].round if i in session.movers else None
         if r is None or (r.epoch, r.round) != (round_.epoch, round_.round):
-            late.append(f"rank {epoch.request.first_rank + i} did not begin")
-        elif r.phase is not RoundPhase.VERIFIED:
-            late.append(f"rank {epoch.request.first_rank + i} at step {r.step} of {r.steps}")
+            late.append(f"{rank} has not begun {waited}")
+        elif r.phase is RoundPhase.VERIFIED:
+            continue
+        elif r.step < r.steps:
+            late.append(f"{rank} has not finished step {r.step + 1} of {r.steps} {waited}")
+        else:
+            late.append(f"{rank} has done all {r.steps} steps and waited for the verdict {waited}")
     return _problem(
         "TransferTimeout",
-        f"version {round_.version!r} did not arrive in time; in pod {session.pod.name}: {', '.join(late)}",
+        f"version {round_.version!r} did not arrive in time: {', '.join(late)}; a mover that stands still is "
+        "frozen, starved or cut off, and is replaced now",
     )
+
+
+def _who(pod: Pod, local_rank: int) -> str:
+    """A rank in words: its pod, and which of several it is there."""
+    if pod.role == "trainer":
+        return f"pod {pod.name}"
+    return f"pod {pod.name}, worker {local_rank}"
 
 
 # ---- reading -----------------------------------------------------------------------------------------------

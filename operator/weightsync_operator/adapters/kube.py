@@ -176,9 +176,17 @@ class Kube:
     # ---- events --------------------------------------------------------------------------------------------
 
     async def event(
-        self, namespace: str, name: str, uid: str, note: EventNote, wall: datetime.datetime, instance: str
+        self,
+        namespace: str,
+        name: str,
+        uid: str,
+        note: EventNote,
+        wall: datetime.datetime,
+        instance: str,
+        *,
+        count: int = 1,
     ) -> None:
-        """An event on the object; the same one again raises its count."""
+        """An event on the object that stands for `count` occurrences; the same one again adds to its count."""
         digest = hashlib.sha256(f"{uid}/{note.type}/{note.reason}/{note.message}".encode()).hexdigest()[:16]
         path = f"/apis/events.k8s.io/v1/namespaces/{namespace}/events"
         stamp = wall.astimezone(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
@@ -201,6 +209,8 @@ class Kube:
             "reportingController": names.REPORTING_CONTROLLER,
             "reportingInstance": instance[:128],
         }
+        if count > 1:
+            event["series"] = {"count": count, "lastObservedTime": stamp}
         try:
             await self.request("POST", path, body=event)
             return
@@ -208,8 +218,8 @@ class Kube:
             if error.status != 409:
                 raise
         path = f"{path}/{name}.{digest}"
-        count = ((await self.request("GET", path)).get("series") or {}).get("count", 1)
-        series = {"count": count + 1, "lastObservedTime": stamp}
+        before = ((await self.request("GET", path)).get("series") or {}).get("count", 1)
+        series = {"count": before + count, "lastObservedTime": stamp}
         await self.request("PATCH", path, body={"series": series}, content_type=_MERGE)
 
 

@@ -207,7 +207,9 @@ class EventNote:
     type: Literal["Normal", "Warning"]
     reason: str
     message: str
-    """Equal for equal causes, so that repetitions are counted in one event."""
+    cause: str = ""
+    """Who or what is behind it. With type and reason it tells whether this is the same again, whose message may
+    still differ in its figures: then it is counted, and not told more than once a minute."""
 
 
 @dataclass(frozen=True)
@@ -389,6 +391,7 @@ class _Planner:
             self._start_something()
         if self.record is None:
             self._end_strays()
+            self._tell_trainers()
             self._admit_or_fence()
             self._set_gates()
             self._watch_silence()
@@ -444,8 +447,8 @@ class _Planner:
     def _send_to(self, member: Member, verb: str, make: Callable[..., Addressed], **fields: object) -> None:
         self._send(member.identity, verb, make, **fields)
 
-    def _event(self, kind: Literal["Normal", "Warning"], reason: str, message: str) -> None:
-        self.events.append(EventNote(kind, reason, message))
+    def _event(self, kind: Literal["Normal", "Warning"], reason: str, message: str, cause: str = "") -> None:
+        self.events.append(EventNote(kind, reason, message, cause))
 
     def _refusals(self, identities: Iterable[MemberIdentity]) -> str:
         told = [
@@ -480,7 +483,7 @@ class _Planner:
         ]
         for remark in worth:
             if (remark.pod, remark.reason) not in self.memory.noted:
-                self._event("Warning", remark.reason, remark.message)
+                self._event("Warning", remark.reason, remark.message, remark.pod)
         self.memory = replace(self.memory, noted=frozenset((remark.pod, remark.reason) for remark in worth))
 
     def _roll_forward(self) -> None:
@@ -753,7 +756,9 @@ class _Planner:
             # The same again: counted, so that the last good round stays on the list.
             report = report.model_copy(update={"attempts": past[0].attempts + 1})
             past = past[1:]
-        self._event("Warning", names.ROUND_FAILED, f"version {run.version}: {message} ({problem.reason})")
+        cause = f"{culprit}/{problem.reason}"
+        told = f"version {run.version}: {message} ({problem.reason})"
+        self._event("Warning", names.ROUND_FAILED, told, cause)
         self.memory = replace(
             self.memory,
             round=None,
@@ -988,7 +993,8 @@ class _Planner:
     def _fail_epoch(self, epoch: EpochRun, problem: Problem, culprit: str) -> None:
         message = problem.message if culprit in problem.message else f"pod {culprit}: {problem.message}"
         backoff = self._backoff(self.memory.epoch_backoff, epoch.keys)
-        self._event("Warning", names.EPOCH_FAILED, f"{message} ({problem.reason})")
+        cause = f"{culprit}/{problem.reason}"
+        self._event("Warning", names.EPOCH_FAILED, f"{message} ({problem.reason})", cause)
         self.memory = replace(
             self.memory,
             epoch=None,
@@ -1117,6 +1123,27 @@ class _Planner:
             )
             self._wake(self.settings.tick)
             self._send(identity, "abort", Abort, epoch=held[0], round=held[1], problem=problem)
+
+    def _tell_trainers(self) -> None:
+        """A trainer's agent that has restarted since the newest decision is told of it: the training process waits for
+        that word before it publishes again."""
+        decision = self.facts.decision
+        if decision is None or self.memory.round is not None:
+            return
+        for member in self.roster.trainers:
+            facts = member.state.trainer
+            if facts is None or facts.committed is not None or facts.run_id != decision.run_id:
+                continue
+            self._wake(self.settings.tick)
+            self._send_to(
+                member,
+                "commit",
+                Commit,
+                epoch=decision.epoch,
+                round=decision.round,
+                version=decision.version,
+                deadline_seconds=self.spec.limits.commit,
+            )
 
     def _admit_or_fence(self) -> None:
         run = self.memory.round

@@ -128,9 +128,9 @@ def test_a_failed_transfer_names_the_pod_and_the_old_version_stays(world: World,
     for words in ("vllm-b", "no progress", "PeerSilent", "RoundFailed", "Culprit"):
         assert words in text
     failed = [event for event in world.events() if event["reason"] == "RoundFailed"]
-    assert len(failed) == 1
-    assert failed[0]["series"]["count"] >= 2
+    assert len(failed) == 1  # three attempts: the others are counted when a minute has passed
     rounds = world.status()["rounds"]
+    assert rounds[0]["attempts"] >= 3
     assert [(entry["version"], entry["outcome"]) for entry in rounds] == [
         ("step-2", "Aborted"),
         ("step-1", "Committed"),

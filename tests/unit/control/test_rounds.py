@@ -115,6 +115,19 @@ def test_a_restarted_operator_rolls_a_recorded_decision_forward() -> None:
     assert any(event.startswith(names.EVENT_ROLLED_FORWARD) for event in sim.events)
 
 
+def test_a_trainers_agent_that_restarts_just_after_the_record_is_told_of_the_decision() -> None:
+    sim = at_version()
+    sim.publish("step-2", 2)
+    sim.run(lambda: sim.log[-1:] == ["record decision step-2"])
+    trainer = sim.agents["trainer-0"]
+    trainer.restart()
+    assert trainer.state.trainer is not None
+    trainer.update(trainer=trainer.state.trainer.model_copy(update={"committed": None}))
+    sim.log.clear()
+    sim.run(lambda: sim.committed("step-2"))
+    sim.run(lambda: "commit trainer-0" in sim.log, steps=3)
+
+
 def test_numbers_of_rounds_grow_over_a_restart_after_a_finished_decision() -> None:
     sim = at_version()
     before = sim.facts.decision

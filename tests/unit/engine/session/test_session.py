@@ -544,7 +544,9 @@ def test_a_transfer_past_its_deadline_kills_the_movers_and_names_where_they_stoo
     server.wait(21)
     assert server.phase is RoundPhase.FAILED
     assert server.session.round is not None and server.session.round.problem is not None
-    assert "rank 2 did not begin, rank 3 at step 3 of 9" in server.session.round.problem.message
+    message = server.session.round.problem.message
+    assert "rank 2 (pod vllm-0, worker 0) has not begun for 21 s" in message
+    assert "rank 3 (pod vllm-0, worker 1) has not finished step 4 of 9 for 21 s" in message
     assert server.session.epoch is not None and server.session.epoch.phase is EpochPhase.FAILED
     assert len(server.did(KillMovers)[0].movers) == 2
 
@@ -620,6 +622,24 @@ def test_an_agent_that_restarted_after_the_flip_says_committed(server: Agent) ->
 
 def test_an_agent_that_restarted_before_the_flip_refuses(server: Agent) -> None:
     assert server.commit() == "UnknownRound"
+
+
+def test_a_trainer_agent_that_restarted_and_has_joined_since_still_mirrors_the_decision(
+    trainer: Agent,
+) -> None:
+    trainer.movers()
+    assert trainer.join(epoch=5) == ""
+    assert trainer.commit(epoch=4) == ""
+    assert trainer.session.committed == "v1"
+    assert [(t.local_ranks, t.message.committed) for t in trainer.did(TellOutcome)] == [((0, 1), True)]
+    assert trainer.session.epoch is not None and trainer.session.epoch.request.epoch == 5
+    assert trainer.session.round is None
+    # Only once: what comes after is late, and of an older decision.
+    assert trainer.commit(epoch=3, version="v0") == "OlderEpoch"
+    # Also a mover that was not there at that moment hands it on.
+    trainer.see(MoverLost(1, "m1"))
+    trainer.movers(ranks=[1], mover_id="m9")
+    assert [(t.local_ranks, t.message.version) for t in trainer.did(TellOutcome)] == [((1,), "v1")]
 
 
 def test_a_trainer_agent_that_restarted_mirrors_the_decision(trainer: Agent) -> None:
