@@ -63,7 +63,7 @@ def look(world: World) -> Look:
             found.processes.append(
                 Process(
                     pid=pid,
-                    comm=comm(pid).decode(errors="replace"),
+                    comm=_name(pid),
                     started=int((proc / "stat").read_text().rpartition(")")[2].split()[19]),
                     descriptors=len(os.listdir(proc / "fd")),
                     threads=int(status["Threads"]),
@@ -72,6 +72,18 @@ def look(world: World) -> Look:
                 )
             )
     return found
+
+
+def _name(pid: int) -> str:
+    """What it calls itself; of Python what it runs."""
+    name = comm(pid).decode(errors="replace")
+    if not name.startswith("python"):
+        return name
+    words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")[1:]
+    for flag, word in zip(words, words[1:], strict=False):
+        if flag == "-m":
+            return word
+    return next((Path(word).name for word in words if word.endswith(".py")), " ".join(words[:3])[:60])
 
 
 def compare(early: Look, late: Look) -> tuple[list[str], list[str]]:

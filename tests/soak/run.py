@@ -67,6 +67,7 @@ def main() -> int:
         print(f"soak: FAILED with seed {options.seed}: {e}\nlogs: {folder}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        print(f"soak: interrupted; seed {options.seed}, logs: {folder}", file=sys.stderr)
         return 130
     if options.keep is None:
         shutil.rmtree(folder, ignore_errors=True)

@@ -32,7 +32,7 @@ class Repeats:
 
     def __init__(self, pause: float = PAUSE_SECONDS) -> None:
         self._pause = pause
-        self._causes: dict[tuple[str, str, str], _Cause] = {}
+        self._causes: dict[tuple[object, ...], _Cause] = {}
 
     def due(self, notes: Iterable[EventNote], now: float) -> list[Due]:
         """Takes in what has happened; what is to be written of it, and of what waited until now."""
