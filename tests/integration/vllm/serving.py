@@ -293,8 +293,6 @@ def streaming(prompts: Sequence[tuple[VllmProcess, list[int]]], tokens: int) -> 
     while any(len(stream.tokens) < 5 for stream in streams):
         assert time.monotonic() < deadline, [(len(s.tokens), s.error) for s in streams]
         time.sleep(0.01)
-    ended = [stream.server.url for stream in streams if stream.finished]
-    assert not ended, f"requests to {ended} ended before the others had begun: ask for more tokens"
     return streams
 
 

@@ -85,9 +85,12 @@ def verified(fleet: Fleet, checkpoint: Path, version: str, **flip: str) -> str:
 
 def requests(fleet: Fleet, tokens: int = LONG) -> list[Stream]:
     """Two to each server."""
-    return streaming(
+    streams = streaming(
         [(s, [*tiny.PROMPT, 10 * i + j]) for i, s in enumerate(fleet.servers) for j in (1, 2)], tokens
     )
+    ended = [stream.server.url for stream in streams if stream.finished]
+    assert not ended, f"requests to {ended} ended before the others had begun: ask for more tokens"
+    return streams
 
 
 def whole(streams: list[Stream], tokens: int = LONG, finished: str = "length") -> None:
