@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections import Counter
 from dataclasses import dataclass, field
@@ -80,7 +81,7 @@ def _name(pid: int) -> str:
     if not name.startswith("python"):
         return name
     words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")[1:]
-    for flag, word in zip(words, words[1:], strict=False):
+    for flag, word in itertools.pairwise(words):
         if flag == "-m":
             return word
     return next((Path(word).name for word in words if word.endswith(".py")), " ".join(words[:3])[:60])

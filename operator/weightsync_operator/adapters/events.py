@@ -37,7 +37,7 @@ class Repeats:
     def due(self, notes: Iterable[EventNote], now: float) -> list[Due]:
         """Takes in what has happened; what is to be written of it, and of what waited until now."""
         for note in notes:
-            key = (note.type, note.reason, note.cause)
+            key: tuple[object, ...] = (note.type, note.reason, note.cause)
             cause = self._causes.setdefault(key, _Cause(float("-inf"), note))
             cause.note, cause.waiting = note, cause.waiting + 1
         result = []
