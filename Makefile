@@ -4,7 +4,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help setup lint format generate verify unit resolver resolver-matrix integration e2e test gpu-test gpu-bench bench-plan demo demo-down clean
+.PHONY: help setup lint format generate verify unit resolver resolver-matrix integration e2e soak test gpu-test gpu-bench bench-plan demo demo-down clean
 .DEFAULT_GOAL := help
 
 help: ## Show the targets
@@ -51,6 +51,9 @@ integration: setup ## Real processes, real vLLM on the CPU, a real API server
 
 e2e: setup ## Real pods in a real kind cluster
 	$(PYTEST) tests/e2e
+
+soak: setup ## 300 rounds with faults from a seed, 20 minutes (WEIGHTSYNC_SOAK_ROUNDS, WEIGHTSYNC_SOAK_SEED)
+	$(BIN)/python -m tests.soak
 
 test: lint unit resolver integration e2e ## Everything
 

@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 
 from ..mover.client import MoverClient, MoverGone
 from ..protocol import session as machine
-from ..protocol.messages import Addressed, AgentState, Problem, Refusal, Rendezvous
+from ..protocol.messages import Addressed, AgentState, FlipPolicy, Problem, Refusal, Rendezvous
 from ..protocol.mover import MoverLeave
 from ..protocol.names import ENV_POD_IP, ENV_POD_NAME, ENV_POD_UID
 from ..protocol.session import DecisionAnswer, DecisionQuery, Pod, Session
@@ -32,6 +32,8 @@ FLIP_GRACE_SECONDS = 5.0
 """Beyond the flip's own deadline, before the agent stops waiting for the server."""
 STORE_SECONDS = 120.0
 """Upper bound on opening a store, imports included; the epoch's own deadline ends it earlier."""
+END_SECONDS = 15.0
+"""Deadline of ending all requests of the server, and of letting its scheduler go on."""
 ASK_SECONDS = 5.0
 PROGRESS_SECONDS = 1.0
 """Progress alone wakes long polls at most this often."""
@@ -49,10 +51,30 @@ class Server(Protocol):
     def problem(self) -> Problem | None:
         """Why this server cannot take part at all."""
 
+    @property
+    def held(self) -> bool:
+        """Whether the scheduler stands still since `hold`."""
+
     async def flip(
-        self, object_uid: str, epoch: int, round: int, version: str, deadline_seconds: float
+        self,
+        object_uid: str,
+        epoch: int,
+        round: int,
+        version: str,
+        deadline_seconds: float,
+        policy: FlipPolicy,
     ) -> Problem | None:
-        """Make the shadow live in every worker, between two steps. Idempotent; None: all have."""
+        """Make the shadow live in every worker, between two steps. Idempotent; None: all have. One that fails leaves a
+        held scheduler held."""
+
+    async def hold(self, policy: FlipPolicy, deadline_seconds: float) -> Problem | None:
+        """Stop the scheduler until `go_on`, `end_requests` or a flip. With a problem, or cancelled, it goes on."""
+
+    async def go_on(self) -> None:
+        """Let a held scheduler go on; nothing otherwise."""
+
+    async def end_requests(self) -> Problem | None:
+        """The guard is closed: end what runs, and let the scheduler go on. None: nothing runs any more."""
 
     async def live(self) -> tuple[str | None, bool]:
         """The version that all workers hold (None: as loaded at start), and whether they are torn."""
@@ -111,6 +133,7 @@ class AgentCore:
         self._known: dict[int, str] = {}
         self._stores: dict[int, Store] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._holding: asyncio.Task[None] | None = None
         self._server_lock = asyncio.Lock()
         self._changed = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
@@ -138,6 +161,10 @@ class AgentCore:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
+        if self._server is not None and self._server.held:
+            # The others may have flipped by now: what runs here must not go on, and nothing stays stopped.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._server.end_requests(), CLOSE_SECONDS)
         await asyncio.gather(*(client.close() for client in self._clients), return_exceptions=True)
         for epoch in tuple(self._stores):
             self._close_store(epoch)
@@ -300,6 +327,14 @@ class AgentCore:
                 self._close_store(epoch)
             case machine.Flip():
                 self._spawn(self._flip(effect), f"flip-{effect.version}")
+            case machine.Hold():
+                self._holding = self._spawn(self._hold(effect), f"hold-{effect.round}")
+            case machine.GoOn():
+                self._stop_holding()
+                self._spawn(self._go_on(), "go-on")
+            case machine.EndRequests():
+                self._stop_holding()
+                self._spawn(self._end_requests(effect), "end-requests")
             case machine.AskDecision():
                 self._spawn(self._learn(effect), f"ask-{effect.round}")
             case machine.OpenGuard(version):
@@ -307,10 +342,17 @@ class AgentCore:
             case machine.CloseGuard(because):
                 log.warning("not serving: %s", because)
 
-    def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
+    def _stop_holding(self) -> None:
+        """A hold that still waits for requests to end is not waited for."""
+        if self._holding is not None:
+            self._holding.cancel()
+            self._holding = None
+
+    def _spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._finished)
+        return task
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -354,7 +396,12 @@ class AgentCore:
             try:
                 problem = await asyncio.wait_for(
                     self._server.flip(
-                        flip.object_uid, flip.epoch, flip.round, flip.version, flip.deadline_seconds
+                        flip.object_uid,
+                        flip.epoch,
+                        flip.round,
+                        flip.version,
+                        flip.deadline_seconds,
+                        flip.policy,
                     ),
                     flip.deadline_seconds + FLIP_GRACE_SECONDS,
                 )
@@ -373,6 +420,46 @@ class AgentCore:
                 message = f"after the flip the workers do not say what they hold: {type(e).__name__}: {e}"
                 problem = problem or Problem(reason="LiveUnknown", message=message[:1024])
             self._observe(machine.FlipEnded(flip.epoch, flip.round, problem, live, torn))
+
+    async def _hold(self, hold: machine.Hold) -> None:
+        assert self._server is not None
+        problem: Problem | None
+        async with self._server_lock:
+            try:
+                problem = await asyncio.wait_for(
+                    self._server.hold(hold.policy, hold.deadline_seconds),
+                    hold.deadline_seconds + FLIP_GRACE_SECONDS,
+                )
+            except TimeoutError:
+                message = (
+                    f"pod {self.session.pod.name} did not stop its scheduler in {hold.deadline_seconds:g} s"
+                )
+                problem = Problem(reason="HaltTimeout", message=message)
+            except Exception as e:
+                log.exception("stopping the scheduler failed")
+                problem = Problem(reason="HaltFailed", message=f"{type(e).__name__}: {e}"[:1024])
+            self._observe(machine.HoldEnded(hold.epoch, hold.round, problem))
+
+    async def _go_on(self) -> None:
+        assert self._server is not None
+        async with self._server_lock:
+            await asyncio.wait_for(self._server.go_on(), END_SECONDS)
+
+    async def _end_requests(self, effect: machine.EndRequests) -> None:
+        assert self._server is not None
+        problem: Problem | None
+        async with self._server_lock:
+            try:
+                problem = await asyncio.wait_for(self._server.end_requests(), END_SECONDS)
+            except TimeoutError:
+                message = f"pod {self.session.pod.name} did not end its requests in {END_SECONDS:g} s"
+                problem = Problem(reason="HaltTimeout", message=message)
+            except Exception as e:
+                log.exception("ending the requests failed")
+                problem = Problem(reason="HaltFailed", message=f"{type(e).__name__}: {e}"[:1024])
+        if problem is not None:
+            log.error("halted in vain: %s", problem.message)
+        self._observe(machine.RequestsEnded(effect.mark, problem))
 
     async def _watch_live(self) -> None:
         """Read what the workers hold, now and then: a fact of theirs, which others may change."""

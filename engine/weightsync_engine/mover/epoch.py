@@ -130,6 +130,7 @@ class Epoch:
         prefix = f"weightsync/{request.object_uid}/{request.term}/{request.epoch}"
         self._store = store = EpochStore(raw, prefix, request.key, self.rank, lambda: self.cancelled)
         self._claim(store)
+        store.introduce(request.who)
         own_problem = self._publish_manifest(store)
         sources, workers = self._read_manifests(store)
         plan: Plan | None = None
@@ -150,6 +151,7 @@ class Epoch:
         self._sources, self._steps = sources, plan.local(self.rank, self._kind.collective)
         self._plan = plan if self.rank == 0 else None
         self._summed = self._summed_here(plan)
+        store.steps = len(plan.steps)
         self._staging.release()
         self._transport = self._kind(store, self.rank, request.world_size, request.host, self.deadline)
         self._agree(store, "connected", {}, lambda words: None, self.deadline, "its connections")
@@ -388,7 +390,8 @@ class Epoch:
             if left <= 0:
                 raise PeerFailure(
                     "DeadlineExceeded",
-                    f"rank {self.rank} had done {turn} of {len(steps)} steps at the round's deadline; raise it",
+                    f"{store.named(self.rank)} had done {turn} of its {len(steps)} steps at the round's deadline; "
+                    "raise it",
                     self.rank,
                 )
             if unseen == 0 or unseen >= transport.check_bytes:

@@ -301,10 +301,13 @@ class MoverSupervisor:
             active.process.kill()  # ours alone, before it ever took part in anything
             self._ended(active, f"did not come up within {UP_SECONDS:g} s")
 
-    def _exec(self) -> _Child:
+    def _command(self) -> list[str]:
         # -P: the working folder of a training script must not shadow modules of the mover.
+        return [sys.executable, "-P", "-m", "weightsync_engine.mover", str(self._slab.fd)]
+
+    def _exec(self) -> _Child:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "weightsync_engine.mover", str(self._slab.fd)],
+            self._command(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=self._env,

@@ -136,6 +136,13 @@ class TrainerFacts(Message):
     committed: Version | None = None
 
 
+class Halted(Message):
+    """Which round a pod generates nothing for. A number means something in its term only."""
+
+    term: int
+    round: int
+
+
 class InferenceFacts(Message):
     workers: int
     """Ranks that this pod takes in an epoch: its vLLM workers."""
@@ -147,6 +154,8 @@ class InferenceFacts(Message):
     """The guard lets generation through."""
     closed_because: str = ""
     """What /readyz waits for, in words, while not serving."""
+    halted: Halted | None = None
+    """Not a token is generated here until this round is over: as `Halt` asked for, and done."""
 
 
 class AgentState(Message):
@@ -198,6 +207,20 @@ class JoinEpoch(Addressed):
     deadline_seconds: Seconds
 
 
+class FlipPolicy(Message):
+    """What becomes, at the flip, of requests that run and of what was computed with the old weights."""
+
+    requests: Literal["keep", "wait", "abort"] = "keep"
+    """keep: they stand still for the flip and go on after it. wait: the flip waits until they have ended. abort: they
+    end at once, with what they have."""
+    prefix_cache: Literal["reset", "kept"] = "reset"
+    """reset: what goes on has its keys and values computed anew. kept: it goes on with the old ones, and so does any
+    new request whose beginning is in the cache."""
+
+
+DEFAULT_FLIP = FlipPolicy()
+
+
 class Prepare(Addressed):
     epoch: int
     round: Annotated[int, Field(ge=1)]
@@ -208,12 +231,28 @@ class Prepare(Addressed):
     deadline_seconds: Seconds
     decide_by_seconds: Seconds
     """A verified pod that has heard no decision this long after Prepare asks the lead's agent, then fences itself."""
+    flip: FlipPolicy = DEFAULT_FLIP
+    """Of this round's flip, however this pod learns of the decision."""
 
 
 class Transfer(Addressed):
     epoch: int
     round: int
     deadline_seconds: Seconds
+
+
+class Halt(Addressed):
+    """Generate nothing until this round is over: its flips may come at any time anywhere else.
+
+    A verified member of the round stops its scheduler; commit or abort ends that. If neither comes in time, it asks
+    the lead's agent, and without an answer it closes, ends what runs, and lets its scheduler go on. Any other pod
+    closes and ends what runs, and opens again by an `Admit` that says that the round is over.
+    """
+
+    epoch: int
+    round: int
+    deadline_seconds: Seconds
+    """For both together: to stop, and to hear of the decision."""
 
 
 class Commit(Addressed):
@@ -238,6 +277,8 @@ class Admit(Addressed):
 
     version: Version | None
     """None: the weights that vLLM loaded are good enough, as no version has been committed yet."""
+    after: int = 0
+    """Rounds of this term up to this one are over: a pod halted for a later one stays closed."""
 
 
 class Fence(Addressed):
@@ -256,6 +297,7 @@ REQUESTS: dict[str, type[Addressed]] = {
     "join": JoinEpoch,
     "prepare": Prepare,
     "transfer": Transfer,
+    "halt": Halt,
     "commit": Commit,
     "abort": Abort,
     "admit": Admit,

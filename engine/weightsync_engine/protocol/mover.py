@@ -75,6 +75,8 @@ class MoverJoin(Message):
     transport: str
     server: str
     """Names the server (pod) that this rank belongs to: ranks of one server make up one copy of the model."""
+    who: str = ""
+    """This rank in words, such as `pod vllm-1, worker 1`: what its peers say of it when it is late."""
     deadline_seconds: Seconds
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from .messages import (
+    DEFAULT_FLIP,
     Abort,
     Addressed,
     Admit,
@@ -25,6 +26,9 @@ from .messages import (
     EpochPhase,
     EpochState,
     Fence,
+    FlipPolicy,
+    Halt,
+    Halted,
     InferenceFacts,
     JoinEpoch,
     Leave,
@@ -110,7 +114,10 @@ class Round:
     decide_by: float | None
     sequence: int | None = None
     """Of the version within the trainer's run, where the operator said it."""
+    flip: FlipPolicy = DEFAULT_FLIP
     flipping: bool = False
+    held: bool = False
+    """Told to halt for this round: the scheduler stands still, or is about to, until the round is over here."""
     asking: bool = False
     fenced: bool = False
     """Verified, and no decision came in time: closed until there is one."""
@@ -119,6 +126,8 @@ class Round:
     seconds: float | None = None
     content: str = ""
     problem: Problem | None = None
+    stands: dict[int, tuple[int, float]] = field(default_factory=dict)
+    """Transfer: local rank -> the step that its mover was last seen in, and since when."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +137,20 @@ class Guard:
     open: bool = False
     admitted: str | None = None
     because: str = FIRST_CLOSED
+
+
+@dataclass(frozen=True, slots=True)
+class HaltMark:
+    """The newest round that this pod was told to halt for, until it is over."""
+
+    term: int
+    epoch: int
+    round: int
+    step: Literal["asked", "done", "failed"] = "asked"
+
+    @property
+    def number(self) -> tuple[int, int]:
+        return self.term, self.round
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +182,9 @@ class Session:
     live_known: bool = False
     """Whether the workers have been asked yet."""
     guard: Guard = Guard()
+    halt: HaltMark | None = None
+    over: tuple[int, int] = (0, 0)
+    """(term, round): this one and the earlier ones are over, whatever still arrives for them."""
     decisions: tuple[Decided, ...] = ()
 
 
@@ -206,6 +232,31 @@ class Flip:
     round: int
     version: str
     deadline_seconds: float
+    policy: FlipPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Stop the scheduler, with running requests as the policy says, until `GoOn`, `EndRequests` or a flip that
+    succeeds."""
+
+    epoch: int
+    round: int
+    policy: FlipPolicy
+    deadline_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class GoOn:
+    """Let a scheduler that `Hold` stopped, or is about to stop, go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndRequests:
+    """The guard is closed: end what runs, so that nothing more is generated, and let the scheduler go on."""
+
+    mark: tuple[int, int] = (0, 0)
+    """(term, round) that the pod halts for, if it is for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,8 +285,8 @@ class TellOutcome:
 
 
 Effect = (
-    OpenStore | CloseStore | JoinMover | StartTransfer | LeaveMovers | KillMovers | Flip | AskDecision
-    | OpenGuard | CloseGuard | TellOutcome
+    OpenStore | CloseStore | JoinMover | StartTransfer | LeaveMovers | KillMovers | Flip | Hold | GoOn
+    | EndRequests | AskDecision | OpenGuard | CloseGuard | TellOutcome
 )  # fmt: skip
 
 
@@ -280,6 +331,21 @@ class FlipEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class HoldEnded:
+    """The scheduler stands still for this round; with a problem it goes on as before."""
+
+    epoch: int
+    round: int
+    problem: Problem | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestsEnded:
+    mark: tuple[int, int]
+    problem: Problem | None
+
+
+@dataclass(frozen=True, slots=True)
 class LiveObserved:
     live: str | None
     torn: bool
@@ -299,8 +365,8 @@ class TimePassed:
 
 
 Event = (
-    MoverReported | MoverLost | StoreOpened | StoreFailed | FlipEnded | LiveObserved | DecisionLearnt
-    | TimePassed
+    MoverReported | MoverLost | StoreOpened | StoreFailed | FlipEnded | HoldEnded | RequestsEnded
+    | LiveObserved | DecisionLearnt | TimePassed
 )  # fmt: skip
 
 
@@ -352,7 +418,7 @@ def handle(session: Session, request: Addressed, now: float) -> Answer:
             "it restarted and knows nothing of what was before",
         )
     if session.object_uid not in (None, request.object_uid):
-        if not isinstance(request, JoinEpoch | Admit | Fence | Leave):
+        if not isinstance(request, JoinEpoch | Halt | Admit | Fence | Leave):
             return _refuse(
                 "AnotherObject", "this agent belongs to another WeightSync object; it knows no such epoch"
             )
@@ -361,7 +427,9 @@ def handle(session: Session, request: Addressed, now: float) -> Answer:
                 "FlipRunning", "a flip for the former WeightSync object is still running; try again"
             )
         session, dropped = _drop_epoch(session)
-        session = replace(session, object_uid=request.object_uid, term=request.term, last_epoch=0)
+        session = replace(
+            session, object_uid=request.object_uid, term=request.term, last_epoch=0, halt=None, over=(0, 0)
+        )
         answer = _dispatch(session, request, now)
         return Accepted(answer.session, dropped + answer.effects) if isinstance(answer, Accepted) else answer
     if request.term < session.term:
@@ -379,6 +447,8 @@ def _dispatch(session: Session, request: Addressed, now: float) -> Answer:
             return _prepare(session, request, now)
         case Transfer():
             return _transfer(session, request, now)
+        case Halt():
+            return _halt(session, request, now)
         case Commit():
             return _commit(session, request)
         case Abort():
@@ -407,6 +477,9 @@ def _join(session: Session, request: JoinEpoch, now: float) -> Answer:
         )
     if session.round is not None and session.round.flipping:
         return _refuse("FlipRunning", f"version {session.round.version!r} is being made live; try again")
+    if session.round is not None and session.round.held:
+        # Bounded: without a decision the pod lets go of it, closed.
+        return _refuse("Halted", f"round {session.round.round} is undecided here: commit or abort it first")
     if (wrong := _wrong_join(pod, request)) is not None:
         return wrong
     session, effects = _drop_epoch(session)
@@ -479,8 +552,9 @@ def _prepare(session: Session, request: Prepare, now: float) -> Answer:
         now + request.deadline_seconds,
         now + request.decide_by_seconds,
         request.sequence,
+        request.flip,
     )
-    session = replace(session, round=round_)
+    session = replace(session, round=round_, over=max(session.over, (request.term, request.round - 1)))
     return Accepted(*_check_ready(session))
 
 
@@ -536,9 +610,58 @@ def _transfer(session: Session, request: Transfer, now: float) -> Answer:
         version=round_.version,
         deadline_seconds=request.deadline_seconds,
     )
-    round_ = replace(round_, phase=RoundPhase.TRANSFERRING, deadline=now + request.deadline_seconds)
+    stands = dict.fromkeys(range(session.pod.local_ranks), (0, now))
+    round_ = replace(
+        round_, phase=RoundPhase.TRANSFERRING, deadline=now + request.deadline_seconds, stands=stands
+    )
     effects = tuple(StartTransfer(i, message) for i in range(session.pod.local_ranks))
     return Accepted(replace(session, round=round_), effects)
+
+
+def _halt(session: Session, request: Halt, now: float) -> Answer:
+    if session.pod.role != "inference":
+        return _refuse("WrongRole", "a trainer pod generates nothing and cannot be halted")
+    mark, known = (request.term, request.round), session.halt
+    if mark <= session.over or (known is not None and mark < known.number):
+        return _refuse("OlderRound", f"round {request.round} is over")
+    if known is not None and known.number == mark and known.step != "failed":
+        return Accepted(session)
+    round_ = session.round
+    if round_ is not None and (round_.epoch, round_.round) == (request.epoch, request.round):
+        if round_.phase in FINAL:
+            return _refuse("RoundOver", f"round {request.round} is {round_.phase} here")
+        if round_.phase is RoundPhase.COMMITTING:
+            return Accepted(session)
+        if round_.phase is not RoundPhase.VERIFIED:
+            return _refuse("NotVerified", f"round {request.round} is {round_.phase} here")
+        limit = now + request.deadline_seconds
+        decide_by = None if round_.decide_by is None else min(round_.decide_by, limit)
+        round_ = replace(round_, held=True, decide_by=decide_by)
+        session = replace(session, round=round_, halt=HaltMark(request.term, request.epoch, request.round))
+        hold = Hold(round_.epoch, round_.round, round_.flip, request.deadline_seconds / 2)
+        return Accepted(session, (hold,))
+    session, closed = _close(session, f"round {request.round} goes live without this pod; it comes after it")
+    session, _ = _let_go(session, EndRequests())
+    session = replace(session, halt=HaltMark(request.term, request.epoch, request.round))
+    return Accepted(session, (*closed, EndRequests(mark)))
+
+
+def _no_longer_halted(session: Session, round_: Round) -> Session:
+    """This round is over here."""
+    halt = session.halt
+    if halt is None or (halt.epoch, halt.round) != (round_.epoch, round_.round):
+        return session
+    return replace(session, halt=None)
+
+
+def _let_go(session: Session, how: GoOn | EndRequests) -> tuple[Session, tuple[Effect, ...]]:
+    """Of the scheduler that is held for the present round, if it is."""
+    round_ = session.round
+    if round_ is None or not round_.held:
+        return session, ()
+    if isinstance(how, EndRequests) and session.halt is not None:
+        how = EndRequests(session.halt.number)
+    return replace(session, round=replace(round_, held=False)), (how,)
 
 
 def _commit(session: Session, request: Commit) -> Answer:
@@ -552,6 +675,8 @@ def _commit(session: Session, request: Commit) -> Answer:
             return Accepted(session)
         if round_.phase in (RoundPhase.VERIFIED, RoundPhase.COMMITTING):
             return Accepted(*_committed(session, request.deadline_seconds))
+    elif _restarted_since(session, request):
+        return Accepted(*_mirror_past(session, request))
     elif request.epoch < session.last_epoch:
         return _refuse("OlderEpoch", f"epoch {request.epoch} is over")
     elif round_ is not None and round_.epoch == request.epoch and request.round < round_.round:
@@ -565,10 +690,6 @@ def _commit(session: Session, request: Commit) -> Answer:
             if known or session.epoch is None:
                 session = replace(session, round=done)
             return Accepted(session)
-    elif session.epoch is None and round_ is None:
-        # This agent restarted after the record: mirror the decision, for the handles and for pods that ask.
-        done = Round(request.epoch, request.round, request.version, RoundPhase.COMMITTED, None, None)
-        return Accepted(*_mirror(replace(session, round=done)))
     if known:
         assert round_ is not None
         return _refuse(
@@ -584,7 +705,7 @@ def _committed(session: Session, flip_seconds: float) -> tuple[Session, tuple[Ef
     if session.pod.role == "trainer":
         return _mirror(replace(session, round=replace(round_, phase=RoundPhase.COMMITTED, decide_by=None)))
     round_ = replace(round_, phase=RoundPhase.COMMITTING, flipping=True, decide_by=None, asking=False)
-    flip = Flip(session.object_uid, round_.epoch, round_.round, round_.version, flip_seconds)
+    flip = Flip(session.object_uid, round_.epoch, round_.round, round_.version, flip_seconds, round_.flip)
     return replace(session, round=round_), (flip,)
 
 
@@ -592,6 +713,22 @@ def _mirror(session: Session) -> tuple[Session, tuple[Effect, ...]]:
     assert session.round is not None
     session = replace(session, committed=session.round.version)
     return _remember(session, "committed"), _tell(session, all_ranks=True)
+
+
+def _restarted_since(session: Session, request: Commit) -> bool:
+    """A trainer's agent that knows of no decision, asked to commit what was decided before it began."""
+    if session.pod.role != "trainer" or session.committed is not None:
+        return False
+    return request.epoch < session.last_epoch or (session.epoch is None and session.round is None)
+
+
+def _mirror_past(session: Session, request: Commit) -> tuple[Session, tuple[Effect, ...]]:
+    """Mirror such a decision, for the handles and for pods that ask; an epoch that was joined since goes on."""
+    done = Round(request.epoch, request.round, request.version, RoundPhase.COMMITTED, None, None)
+    mirrored, effects = _mirror(replace(session, round=done))
+    if session.epoch is None and session.round is None:
+        return mirrored, effects
+    return replace(mirrored, round=session.round), effects
 
 
 def _remember(session: Session, verdict: Verdict) -> Session:
@@ -615,6 +752,13 @@ def _tell(
     )
     ranks = tuple(range(session.pod.local_ranks)) if all_ranks else (only,) if only is not None else ()
     return (TellOutcome(ranks, message),)
+
+
+def _tell_committed(session: Session, local_rank: int) -> tuple[Effect, ...]:
+    """To a mover that connects: its training process may not have heard of the last commit."""
+    if session.pod.role != "trainer" or session.committed is None:
+        return ()
+    return (TellOutcome((local_rank,), MoverOutcome(version=session.committed, committed=True)),)
 
 
 def _abort(session: Session, request: Abort) -> Answer:
@@ -641,9 +785,10 @@ def _abort(session: Session, request: Abort) -> Answer:
     if round_.phase is RoundPhase.TRANSFERRING:
         session, effects = _kill(session, tuple(session.movers), f"round {round_.round} was aborted")
         session = _fail_epoch_only(session, request.problem)
+    session, go_on = _let_go(session, GoOn())
     session = replace(session, round=_ended(round_, RoundPhase.ABORTED, request.problem))
-    session = _remember(session, "aborted")
-    return Accepted(session, effects + _tell(session, all_ranks=True, final=request.final))
+    session = _remember(_no_longer_halted(session, round_), "aborted")
+    return Accepted(session, effects + go_on + _tell(session, all_ranks=True, final=request.final))
 
 
 def _ended(round_: Round, phase: RoundPhase, problem: Problem | None) -> Round:
@@ -656,6 +801,7 @@ def _ended(round_: Round, phase: RoundPhase, problem: Problem | None) -> Round:
         asking=False,
         fenced=False,
         flipping=False,
+        held=False,
     )
 
 
@@ -667,7 +813,9 @@ def _admit(session: Session, request: Admit) -> Answer:
     if session.torn:
         return _refuse("Torn", "the live weights are of no one version: a whole round must succeed first")
     round_ = session.round
-    if round_ is not None and round_.fenced:
+    if session.halt is not None and (request.term, request.after) < session.halt.number:
+        return _refuse("Halted", f"halted for round {session.halt.round}, which is not over")
+    if round_ is not None and (round_.fenced or round_.held):
         return _refuse(
             "Undecided", f"round {round_.round} is verified and undecided here: commit or abort it first"
         )
@@ -675,6 +823,7 @@ def _admit(session: Session, request: Admit) -> Answer:
         return _refuse("Committing", f"version {round_.version!r} is being made live: admit it afterwards")
     if session.live != request.version:
         return _refuse("NotLive", f"{_named(session.live)} is live here, not {_named(request.version)}")
+    session = replace(session, over=max(session.over, (request.term, request.after)), halt=None)
     if session.guard.open and session.guard.admitted == request.version:
         return Accepted(session)
     session = replace(session, guard=Guard(True, request.version, ""))
@@ -724,6 +873,10 @@ def _drop_epoch(session: Session) -> tuple[Session, tuple[Effect, ...]]:
     # Also without an epoch: the movers may still be in one that a former agent process led.
     unclean = tuple(i for i in session.movers if not _clean(session, i))
     session, effects = _kill(session, unclean, "another epoch begins, or this one is over")
+    session, go_on = _let_go(session, GoOn())
+    effects += go_on
+    if go_on:
+        session = replace(session, halt=None)
     if epoch is not None:
         if session.movers:
             effects = (*effects, LeaveMovers(epoch.request.epoch))
@@ -778,6 +931,7 @@ def _join_movers(session: Session) -> tuple[Session, tuple[Effect, ...]]:
             host=pod.host,
             transport=request.transport,
             server=pod.uid or pod.name,
+            who=_who(pod, local_rank),
             deadline_seconds=request.deadline_seconds,
         )
         effects.append(JoinMover(local_rank, message))
@@ -812,7 +966,8 @@ def observe(session: Session, event: Event, now: float) -> tuple[Session, tuple[
     """Take in what happened. Events of things that are over change nothing."""
     match event:
         case MoverReported():
-            return _mover_reported(session, event)
+            session, effects = _mover_reported(session, event)
+            return _note_progress(session, event.local_rank, now), effects
         case MoverLost():
             return _mover_lost(session, event)
         case StoreOpened(epoch, rendezvous):
@@ -825,6 +980,10 @@ def observe(session: Session, event: Event, now: float) -> tuple[Session, tuple[
             return _fail_epoch(session, problem)
         case FlipEnded():
             return _flip_ended(session, event)
+        case HoldEnded():
+            return _hold_ended(session, event)
+        case RequestsEnded():
+            return _requests_ended(session, event)
         case LiveObserved(live, torn):
             return _live(session, live, torn)
         case DecisionLearnt():
@@ -843,7 +1002,7 @@ def _mover_reported(session: Session, event: MoverReported) -> tuple[Session, tu
         session, effects = _mover_lost(session, MoverLost(local_rank, before.mover_id))
     session = replace(session, movers={**session.movers, local_rank: state})
     if before is None or before.mover_id != state.mover_id:
-        effects += _tell(session, only=local_rank)
+        effects += _tell(session, only=local_rank) or _tell_committed(session, local_rank)
     for step in (_see_published, _join_movers, _see_epoch, _check_ready, _see_round):
         session, more = step(session)
         effects += more
@@ -942,10 +1101,11 @@ def _flip_ended(session: Session, event: FlipEnded) -> tuple[Session, tuple[Effe
     assert round_ is not None
     if event.live == round_.version and not event.torn:
         session = replace(
-            session,
+            _no_longer_halted(session, round_),
             live=event.live,
             torn=False,
             live_known=True,
+            over=max(session.over, (session.term, round_.round)),
             round=_ended(round_, RoundPhase.COMMITTED, None),
         )
         if session.guard.open:
@@ -960,7 +1120,31 @@ def _flip_ended(session: Session, event: FlipEnded) -> tuple[Session, tuple[Effe
     session, closed = _close(
         session, f"version {round_.version!r} was decided but is not live: {problem.message}"
     )
-    return session, effects + closed
+    # Nowhere else are the old weights in use any more.
+    session, end = _let_go(session, EndRequests())
+    return session, effects + closed + end
+
+
+def _hold_ended(session: Session, event: HoldEnded) -> tuple[Session, tuple[Effect, ...]]:
+    round_ = session.round
+    if round_ is None or (round_.epoch, round_.round) != (event.epoch, event.round) or not round_.held:
+        return session, (GoOn(),) if event.problem is None else ()
+    halt = session.halt
+    if event.problem is None:
+        if halt is not None and (halt.epoch, halt.round) == (event.epoch, event.round):
+            session = replace(session, halt=replace(halt, step="done"))
+        return session, ()
+    if round_.phase is not RoundPhase.VERIFIED:
+        return session, ()  # committing by now: the flip stops the scheduler itself
+    session = replace(session, round=_ended(round_, RoundPhase.FAILED, event.problem))
+    return _no_longer_halted(session, round_), ()
+
+
+def _requests_ended(session: Session, event: RequestsEnded) -> tuple[Session, tuple[Effect, ...]]:
+    if session.halt is None or session.halt.number != event.mark:
+        return session, ()
+    step: Literal["done", "failed"] = "failed" if event.problem else "done"
+    return replace(session, halt=replace(session.halt, step=step)), ()
 
 
 def _live(session: Session, live: str | None, torn: bool) -> tuple[Session, tuple[Effect, ...]]:
@@ -991,15 +1175,19 @@ def _decision_learnt(
     if event.verdict == "aborted":
         problem = _problem("Aborted", "the trainer's agent says that the round was aborted")
         was_fenced = round_.fenced
+        session, go_on = _let_go(session, GoOn())
         session = replace(session, round=_ended(round_, RoundPhase.ABORTED, problem))
+        session = _no_longer_halted(session, round_)
         if not was_fenced:
-            return session, ()
+            return session, go_on
         return _close(session, "the round was aborted; waiting for the operator to admit this pod again")
     round_ = replace(round_, asking=False, fenced=True, decide_by=now + ASK_AGAIN_SECONDS)
-    return _close(
+    session, closed = _close(
         replace(session, round=round_),
         f"version {round_.version!r} is verified and nobody says whether it was committed",
     )
+    session, end = _let_go(session, EndRequests())
+    return session, closed + end
 
 
 def _time_passed(session: Session, now: float) -> tuple[Session, tuple[Effect, ...]]:
@@ -1023,7 +1211,7 @@ def _time_passed(session: Session, now: float) -> tuple[Session, tuple[Effect, .
         session, more = _fail_round(session, problem)
         return session, effects + more
     if round_.phase is RoundPhase.TRANSFERRING and round_.deadline is not None and now >= round_.deadline:
-        problem = _late_movers(session)
+        problem = _late_movers(session, now)
         session, kills = _kill(session, tuple(session.movers), problem.message)
         session, more = _fail_epoch(session, problem)
         return session, effects + kills + more
@@ -1062,20 +1250,48 @@ def _late_joiners(session: Session) -> Problem:
     )
 
 
-def _late_movers(session: Session) -> Problem:
+def _note_progress(session: Session, local_rank: int, now: float) -> Session:
+    """Since when a mover stands where it stands, for the words of a timeout."""
+    round_, state = session.round, session.movers.get(local_rank)
+    if round_ is None or round_.phase is not RoundPhase.TRANSFERRING or state is None:
+        return session
+    theirs = state.round
+    if theirs is None or (theirs.epoch, theirs.round) != (round_.epoch, round_.round):
+        return session
+    if round_.stands.get(local_rank, (-1, 0.0))[0] == theirs.step:
+        return session
+    stands = {**round_.stands, local_rank: (theirs.step, now)}
+    return replace(session, round=replace(round_, stands=stands))
+
+
+def _late_movers(session: Session, now: float) -> Problem:
     round_, epoch = session.round, session.epoch
     assert round_ is not None and epoch is not None
     late = []
     for i in range(session.pod.local_ranks):
+        rank = f"rank {epoch.request.first_rank + i} ({_who(session.pod, i)})"
+        waited = f"for {now - round_.stands.get(i, (0, now))[1]:.0f} s"
         r = session.movers[i].round if i in session.movers else None
         if r is None or (r.epoch, r.round) != (round_.epoch, round_.round):
-            late.append(f"rank {epoch.request.first_rank + i} did not begin")
-        elif r.phase is not RoundPhase.VERIFIED:
-            late.append(f"rank {epoch.request.first_rank + i} at step {r.step} of {r.steps}")
+            late.append(f"{rank} has not begun {waited}")
+        elif r.phase is RoundPhase.VERIFIED:
+            continue
+        elif r.step < r.steps:
+            late.append(f"{rank} has not finished step {r.step + 1} of {r.steps} {waited}")
+        else:
+            late.append(f"{rank} has done all {r.steps} steps and waited for the verdict {waited}")
     return _problem(
         "TransferTimeout",
-        f"version {round_.version!r} did not arrive in time; in pod {session.pod.name}: {', '.join(late)}",
+        f"version {round_.version!r} did not arrive in time: {', '.join(late)}; a mover that stands still is "
+        "frozen, starved or cut off, and is replaced now",
     )
+
+
+def _who(pod: Pod, local_rank: int) -> str:
+    """A rank in words: its pod, and which of several it is there."""
+    if pod.role == "trainer":
+        return f"pod {pod.name}"
+    return f"pod {pod.name}, worker {local_rank}"
 
 
 # ---- reading -----------------------------------------------------------------------------------------------
@@ -1114,6 +1330,9 @@ def agent_state(session: Session, revision: int, problem: Problem | None = None)
             torn=session.torn,
             serving=session.guard.open,
             closed_because=session.guard.because,
+            halted=None
+            if session.halt is None or session.halt.step != "done"
+            else Halted(term=session.halt.term, round=session.halt.round),
         )
     return AgentState(
         role=pod.role,

@@ -35,7 +35,7 @@ class GlooTransport(Transport):
     check_bytes = 0
 
     def __init__(self, store: EpochStore, rank: int, world: int, host: str, deadline: float) -> None:
-        self._rank = rank
+        self._rank, self._store = rank, store
         self._tags: dict[tuple[int, bool], int] = {}
         self._begun: deque[_Begun] = deque()
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -113,9 +113,9 @@ class GlooTransport(Transport):
             if "Timed out" in str(e):
                 raise PeerFailure(
                     "PeerLate",
-                    f"rank {peer} moved nothing of step {step.index + 1} for {stall_seconds:.1f} s: its "
-                    f"mover is frozen, starved "
-                    "or cut off; it is replaced when its pod's agent kills it",
+                    f"{self._store.named(peer)} has moved nothing of {self._store.step(step.index)} for "
+                    f"{stall_seconds:.1f} s: its mover is frozen, starved or cut off; it is replaced when its "
+                    "pod's agent kills it",
                     peer,
                 ) from e
             raise self._lost(peer, e) from e
@@ -123,7 +123,7 @@ class GlooTransport(Transport):
     def _lost(self, peer: int, error: RuntimeError) -> PeerFailure:
         return PeerFailure(
             "PeerLost",
-            f"the connection of rank {self._rank} to rank {peer} broke: its mover or pod died, or "
+            f"the connection of rank {self._rank} to {self._store.named(peer)} broke: its mover or pod died, or "
             f"the network between "
             f"them ({str(error)[:200]})",
             peer,

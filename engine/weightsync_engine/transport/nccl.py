@@ -59,7 +59,7 @@ class _Nccl(Transport):
 
     def __init__(self, store: EpochStore, rank: int, world: int, host: str, deadline: float) -> None:
         core = _core(rank)
-        self._rank = rank
+        self._rank, self._store = rank, store
         self._failed = False
         self._begun: deque[_Begun] = deque()
         if rank == 0:
@@ -99,8 +99,9 @@ class _Nccl(Transport):
                 peers = begun.step.peers or tuple(begun.step.step.source.ranks)
                 raise PeerFailure(
                     "PeerLate",
-                    f"step {begun.step.index + 1} did not end for {stall_seconds:.1f} s; rank {peers[0]} is one of "
-                    f"{len(peers)} partners: its mover is frozen, starved or cut off; "
+                    f"{self._store.step(begun.step.index)} did not end for {stall_seconds:.1f} s; "
+                    f"{self._store.named(peers[0])} is one of {len(peers)} partners: its mover is frozen, starved or "
+                    "cut off; "
                     "it is replaced when its pod's agent kills it",
                     peers[0],
                 )
@@ -113,9 +114,8 @@ class _Nccl(Transport):
         peer = step.peers[0] if step.peers else self._rank
         return PeerFailure(
             "PeerLost",
-            f"NCCL failed in step {step.index + 1}; a new epoch tries again, NCCL_DEBUG=INFO tells more: {error}"[
-                :1024
-            ],
+            f"NCCL failed in {self._store.step(step.index)}; a new epoch tries again, NCCL_DEBUG=INFO tells more: "
+            f"{error}"[:1024],
             peer,
         )
 

@@ -70,10 +70,13 @@ class Presence:
 
     def _late(self, step: int, rank: int, seconds: float) -> None:
         culprit = self._culprit(rank)
+        position = self._position(culprit)
+        # A rank at the end of a chain of waits stands still in a step of its own.
+        stands = min(step, int(position["next"])) if position is not None else step
         raise PeerFailure(
             "PeerLate",
-            f"rank {culprit} did not come to step {step} within {seconds:.1f} s: its mover is frozen, "
-            "starved or cut off; it is replaced when its pod's agent kills it",
+            f"{self._store.named(culprit)} has not started {self._store.step(stands)} for {seconds:.1f} s: its "
+            "mover is frozen, starved or cut off; it is replaced when its pod's agent kills it",
             culprit,
         )
 
@@ -98,7 +101,7 @@ class Presence:
         culprit = self._culprit(peer)
         if culprit == peer:
             return failure
-        message = f"{failure.problem.message}; rank {peer} itself waited for rank {culprit}"
+        message = f"{failure.problem.message}; rank {peer} itself waited for {self._store.named(culprit)}"
         return PeerFailure(failure.problem.reason, message, culprit)
 
     def _culprit(self, rank: int) -> int:

@@ -117,6 +117,8 @@ class EpochStore:
         self.cancelled = cancelled
         self.scope = "join"
         """The part of the epoch's life that this rank is in; a failure ends the waits of its scope."""
+        self.steps = 0
+        """Of the plan, once there is one: for the words of a failure."""
 
     # -- values ----------------------------------------------------------------------------------------------
 
@@ -179,7 +181,7 @@ class EpochStore:
 
     def wait(self, keys: Mapping[str, int], deadline: float, what: str) -> None:
         """Wait until all keys exist; raises as `get_all` does."""
-        names = list(keys)
+        names, started = list(keys), time.monotonic()
         pauses = poll_pauses()
         # The store's own wait is of no use: torch logs a warning at each of its timeouts.
         while not self._check(names):
@@ -188,11 +190,11 @@ class EpochStore:
                 late = sorted({keys[k] for k in names if not self._check([k])})
                 if not late:
                     return
+                who = self.named(late[0]) if len(late) == 1 else ranks_text(late)
                 raise PeerFailure(
                     "PeerLate",
-                    f"{ranks_text(late)} did not deliver {what} in time; look at the pod's mover "
-                    f"and network, or "
-                    "raise the deadline",
+                    f"{who} did not deliver {what} within {time.monotonic() - started:.1f} s; look at the pod's mover "
+                    "and network, or raise the deadline",
                     late[0],
                 )
             time.sleep(min(next(pauses), max(deadline - time.monotonic(), 0.0)))
@@ -200,6 +202,27 @@ class EpochStore:
     def exists(self, key: str) -> bool:
         """Whether somebody has written it. Does not wait."""
         return self._check([key])
+
+    # -- words -----------------------------------------------------------------------------------------------
+
+    def introduce(self, who: str) -> None:
+        """Say who this rank is, in words: for the messages of its peers."""
+        if who:
+            self.put(f"who/{self.rank}", who.encode())
+
+    def named(self, rank: int) -> str:
+        """`rank 5 (pod vllm-1, worker 1)`; the number alone of a rank that has not said who it is. Never raises."""
+        key = f"who/{rank}"
+        try:
+            if self._check([key]):
+                return f"rank {rank} ({self.read_all({key: rank})[key].decode()[:200]})"
+        except (Failure, ValueError):
+            pass  # there is something worse to tell than a name that is missing
+        return f"rank {rank}"
+
+    def step(self, index: int) -> str:
+        """`step 132 of 399`, for the plan's step number `index`."""
+        return f"step {index + 1} of {self.steps}" if self.steps else f"step {index + 1}"
 
     # -- failures --------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ..agent.core import AgentCore, make_pod
 from ..agent.credentials import TokenVerifier, Unauthorized
 from ..agent.routes import routes
-from ..protocol.messages import Problem
+from ..protocol.messages import FlipPolicy, Problem
 from ..protocol.names import BACKEND
 from .guard import Guard, Verdict
 from .plugin import log_with_vllm
@@ -48,6 +48,7 @@ class EndpointPlugin:
         self.core: AgentCore | None = None
         self.server: VllmServer | None = None
         self.routes: ASGIApp = _starting
+        self.running: set[asyncio.Task[Any]] = set()
         self._guarded = True
         self._leaving: asyncio.Task[None] | None = None
 
@@ -73,6 +74,7 @@ class EndpointPlugin:
             backend = config.backend if config is not None else None
         self._guarded = backend == BACKEND
         server, sockets = await _server_of(engine_client, backend, args)
+        server.running = self.running
         if server.problem is not None:
             log.error("this server cannot take part: %s", server.problem.message)
         self.server = server
@@ -150,9 +152,21 @@ class _Unfit(VllmServer):
         return None, False
 
     async def flip(
-        self, object_uid: str, epoch: int, round: int, version: str, deadline_seconds: float
+        self,
+        object_uid: str,
+        epoch: int,
+        round: int,
+        version: str,
+        deadline_seconds: float,
+        policy: FlipPolicy,
     ) -> Problem | None:
         return self.problem
+
+    async def hold(self, policy: FlipPolicy, deadline_seconds: float) -> Problem | None:
+        return self.problem
+
+    async def end_requests(self) -> Problem | None:
+        return self.problem if self.core is None else await super().end_requests()
 
 
 def _unfit(core: Any, workers: int, reason: str, message: str) -> tuple[VllmServer, list[str]]:

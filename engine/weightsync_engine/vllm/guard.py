@@ -7,12 +7,13 @@ pass.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -51,6 +52,10 @@ class Gate(Protocol):
         """None: this server has nothing to do with weightsync, nothing is guarded."""
 
     @property
+    def running(self) -> set[asyncio.Task[Any]]:
+        """Whoever answers a request that may generate, while it does."""
+
+    @property
     def routes(self) -> ASGIApp:
         """Our own routes."""
 
@@ -84,7 +89,13 @@ class Guard:
         elif not verdict.passes:
             await _refuse(send, verdict.because)
         else:
-            await self.app(scope, receive, self._labelled(send, verdict.version))
+            task = asyncio.current_task()
+            assert task is not None
+            gate.running.add(task)
+            try:
+                await self.app(scope, receive, self._labelled(send, verdict.version))
+            finally:
+                gate.running.discard(task)
 
     def _labelled(self, send: Send, version: str) -> Send:
         async def labelled(message: Message) -> None:

@@ -4,19 +4,26 @@ steps."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
 from collections.abc import Awaitable
 from typing import Any, Protocol, TypeVar
 
-from ..protocol.messages import Problem
+from ..protocol.messages import FlipPolicy, Problem
 
 log = logging.getLogger(__name__)
 
 RESUME_SECONDS = 30.0
 """How long the way out of a flip waits for the scheduler to go on."""
 DESCRIBE_SECONDS = 60.0
+WAIT_SHARE = 0.8
+"""Part of a flip's time that requests have to end in; the rest is for the copy."""
+GIVE_UP_SECONDS = 5.0
+"""How long the way out of a pause that did not come about in time may take."""
+END_SECONDS = 2.0
+"""How long the answers of requests that were ended may take to be sent, before they are cut off."""
 
 T = TypeVar("T")
 
@@ -52,7 +59,13 @@ class VllmServer:
         """What the workers held when they were last asked."""
         self.seconds: dict[str, float] = {}
         """How long the parts of the last flip took."""
+        self.running: set[asyncio.Task[Any]] = set()
+        """Whoever answers a request that passed the guard."""
         self._encoder_cache = encoder_cache
+        self.held = False
+        """The scheduler stands still for a round, from `hold` on."""
+        self._foreign = False
+        """It stood still before, by somebody else's wish: that pause is not ours to end."""
         self._lock = asyncio.Lock()
 
     async def describe(self) -> list[str]:
@@ -73,34 +86,99 @@ class VllmServer:
         self.version = next(iter(versions)) or None if not torn else None
         return self.version, torn
 
+    async def hold(self, policy: FlipPolicy, deadline_seconds: float) -> Problem | None:
+        """Stop the scheduler, with running requests as `policy` says, until `go_on`, `end_requests` or a flip that
+        succeeds. New requests wait. Idempotent. With a problem, or cancelled, it goes on as before."""
+        async with self._lock:
+            if self.held:
+                return None
+            deadline = asyncio.get_running_loop().time() + deadline_seconds
+            try:
+                if (problem := await self._look(deadline)) is not None:
+                    return problem
+            except TimeoutError:
+                return _late("before it was to stop", deadline_seconds)
+            try:
+                problem = await self._pause(policy, deadline, deadline_seconds)
+                self.held = problem is None
+            except TimeoutError:
+                problem = _late("when it was to stop", deadline_seconds)
+            finally:
+                if not self.held:
+                    await self._resume()
+            return problem
+
+    async def go_on(self) -> None:
+        """Let a held scheduler go on with the weights that it has; nothing otherwise."""
+        async with self._lock:
+            if self.held:
+                self.held = False
+                await self._resume()
+
+    async def end_requests(self) -> Problem | None:
+        """The guard lets nothing through any more: end what runs, and let the scheduler go on. From here until the
+        guard opens, not a token is generated. None: so it is."""
+        async with self._lock:
+            try:
+                if not self.held:
+                    self._foreign = await asyncio.wait_for(self.core.is_scheduler_paused_async(), END_SECONDS)
+                # What was on its way into the engine waits there until it is ended as well.
+                await asyncio.wait_for(self.core.pause_scheduler_async("abort", False), END_SECONDS)
+                if self.running:
+                    await asyncio.wait(self.running, timeout=END_SECONDS)
+                # Clients that do not read, and requests that have not reached the engine yet.
+                late = set(self.running)
+                for task in late:
+                    task.cancel()
+                if late:
+                    await asyncio.wait(late, timeout=END_SECONDS)
+                await asyncio.wait_for(self.core.pause_scheduler_async("abort", False), END_SECONDS)
+            except TimeoutError:
+                return _late("when its requests were to end", END_SECONDS)
+            finally:
+                self.held = False
+                await self._resume()
+            if self.running:
+                message = f"{len(self.running)} requests cannot be ended"
+                return Problem(reason="RequestsRunning", message=message)
+            return None
+
     async def flip(
-        self, object_uid: str, epoch: int, round: int, version: str, deadline_seconds: float
+        self,
+        object_uid: str,
+        epoch: int,
+        round: int,
+        version: str,
+        deadline_seconds: float,
+        policy: FlipPolicy,
     ) -> Problem | None:
         """Make the shadow live in every worker while the scheduler stands still between two steps.
 
-        Running requests are kept: their KV is computed anew under the new weights, and the prefix cache is
-        emptied, so that no token is ever made of two versions. Idempotent. None: every worker serves the
-        version.
+        By default running requests are kept: their KV is computed anew under the new weights, and the prefix cache is
+        emptied, so that no token is ever made of two versions. Idempotent. None: every worker serves the version. A
+        flip that fails leaves the scheduler as it was: going on, or held.
         """
         async with self._lock:
             deadline = asyncio.get_running_loop().time() + deadline_seconds
             begun = time.perf_counter()
-            try:
-                if await _by(deadline, self.core.is_sleeping_async()):
-                    return Problem(reason="Sleeping", message="the server sleeps: wake it up before a flip")
-                # Paused by somebody else: that pause is not ours to end.
-                foreign = await _by(deadline, self.core.is_scheduler_paused_async())
-            except TimeoutError:
-                return _late("before the flip", deadline_seconds)
             problem: Problem | None = None
+            held, done = self.held, False
+            if not held:
+                try:
+                    if (problem := await self._look(deadline)) is not None:
+                        return problem
+                except TimeoutError:
+                    return _late("before the flip", deadline_seconds)
             try:
-                if not foreign:
-                    await _by(deadline, self.core.pause_scheduler_async("keep", False))
-                paused = time.perf_counter()
-                problem = await self._copy(deadline, object_uid, epoch, round, version)
-                copied = time.perf_counter()
+                if not held:
+                    problem = await self._pause(policy, deadline, deadline_seconds)
+                paused = copied = time.perf_counter()
                 if problem is None:
-                    problem = await self._settle(deadline, version)
+                    problem = await self._copy(deadline, object_uid, epoch, round, version)
+                    copied = time.perf_counter()
+                if problem is None:
+                    problem = await self._settle(deadline, version, policy)
+                done = problem is None
                 self.seconds = {
                     "pause": paused - begun,
                     "copy": copied - paused,
@@ -109,11 +187,42 @@ class VllmServer:
             except TimeoutError:
                 problem = _late("in the flip", deadline_seconds)
             finally:
-                if not foreign:
+                if done or not held:
+                    self.held = False
                     await self._resume()
             self.seconds["all"] = time.perf_counter() - begun
             log.info("flip to %s: %s", version, problem.message if problem else self.seconds)
             return problem
+
+    async def _look(self, deadline: float) -> Problem | None:
+        """What stands against stopping the scheduler now."""
+        if await _by(deadline, self.core.is_sleeping_async()):
+            return Problem(reason="Sleeping", message="the server sleeps: wake it up before a flip")
+        self._foreign = await _by(deadline, self.core.is_scheduler_paused_async())
+        return None
+
+    async def _pause(self, policy: FlipPolicy, deadline: float, seconds: float) -> Problem | None:
+        """Between two steps the scheduler stands still; running requests are kept, gone by themselves, or ended."""
+        if self._foreign:
+            return None
+        if policy.requests != "wait":
+            await _by(deadline, self.core.pause_scheduler_async(policy.requests, False))
+            return None
+        patience = WAIT_SHARE * seconds
+        try:
+            await asyncio.wait_for(self.core.pause_scheduler_async("wait", False), patience)
+        except (TimeoutError, asyncio.CancelledError) as e:
+            # A pause that has not come about cannot be ended, but one that keeps requests takes its place at once.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.core.pause_scheduler_async("keep", False), GIVE_UP_SECONDS)
+            if isinstance(e, asyncio.CancelledError):
+                raise
+            message = (
+                f"requests still ran after {patience:g} s, and spec.flip.requests is Wait: give them less to generate, "
+                "or spec.deadlines.commitSeconds more"
+            )
+            return Problem(reason="RequestsRunning", message=message)
+        return None
 
     async def _copy(
         self, deadline: float, object_uid: str, epoch: int, round_: int, version: str
@@ -132,9 +241,11 @@ class VllmServer:
         self.version = version
         return None
 
-    async def _settle(self, deadline: float, version: str) -> Problem | None:
-        """Nothing that was computed with the old weights answers a request from now on."""
+    async def _settle(self, deadline: float, version: str, policy: FlipPolicy) -> Problem | None:
+        """Unless it is to be kept, nothing that was computed with the old weights answers a request from now on."""
         await _by(deadline, self.core.set_weight_version_async(version))
+        if policy.prefix_cache == "kept":
+            return None
         try:
             done = await _by(
                 deadline,
@@ -155,6 +266,8 @@ class VllmServer:
 
     async def _resume(self) -> None:
         """Whatever came before, and also if this task is cancelled: the scheduler goes on."""
+        if self._foreign:
+            return
         resuming = asyncio.ensure_future(self.core.resume_scheduler_async())
         try:
             await asyncio.wait_for(asyncio.shield(resuming), RESUME_SECONDS)

@@ -176,9 +176,17 @@ class Kube:
     # ---- events --------------------------------------------------------------------------------------------
 
     async def event(
-        self, namespace: str, name: str, uid: str, note: EventNote, wall: datetime.datetime, instance: str
+        self,
+        namespace: str,
+        name: str,
+        uid: str,
+        note: EventNote,
+        wall: datetime.datetime,
+        instance: str,
+        *,
+        count: int = 1,
     ) -> None:
-        """An event on the object; the same one again raises its count."""
+        """An event on the object that stands for `count` occurrences; the same one again adds to its count."""
         digest = hashlib.sha256(f"{uid}/{note.type}/{note.reason}/{note.message}".encode()).hexdigest()[:16]
         path = f"/apis/events.k8s.io/v1/namespaces/{namespace}/events"
         stamp = wall.astimezone(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
@@ -201,6 +209,8 @@ class Kube:
             "reportingController": names.REPORTING_CONTROLLER,
             "reportingInstance": instance[:128],
         }
+        if count > 1:
+            event["series"] = {"count": count, "lastObservedTime": stamp}
         try:
             await self.request("POST", path, body=event)
             return
@@ -208,8 +218,8 @@ class Kube:
             if error.status != 409:
                 raise
         path = f"{path}/{name}.{digest}"
-        count = ((await self.request("GET", path)).get("series") or {}).get("count", 1)
-        series = {"count": count + 1, "lastObservedTime": stamp}
+        before = ((await self.request("GET", path)).get("series") or {}).get("count", 1)
+        series = {"count": before + count, "lastObservedTime": stamp}
         await self.request("PATCH", path, body={"series": series}, content_type=_MERGE)
 
 
@@ -217,7 +227,8 @@ def pod_of(raw: Mapping[str, Any], agent: AgentView) -> Pod:
     """What the planner needs of a pod as the API server shows it."""
     metadata, spec, status = raw.get("metadata", {}), raw.get("spec", {}), raw.get("status", {})
     role = metadata.get("labels", {}).get(LABEL_ROLE, "")
-    gate = next((item for item in status.get("conditions") or () if item.get("type") == GATE_IN_SYNC), None)
+    conditions = {item.get("type"): item for item in status.get("conditions") or ()}
+    gate = conditions.get(GATE_IN_SYNC)
     return Pod(
         name=metadata["name"],
         uid=metadata["uid"],
@@ -226,6 +237,7 @@ def pod_of(raw: Mapping[str, Any], agent: AgentView) -> Pod:
         ip=status.get("podIP", ""),
         port=agent_port(spec, role),
         terminating="deletionTimestamp" in metadata,
+        containers_ready=conditions.get("ContainersReady", {}).get("status") == "True",
         has_gate=any(item.get("conditionType") == GATE_IN_SYNC for item in spec.get("readinessGates") or ()),
         gate=None if gate is None else Gate(gate.get("status") == "True", gate.get("reason", "")),
         agent=agent,

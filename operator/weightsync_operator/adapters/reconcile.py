@@ -22,6 +22,7 @@ from ..core.members import AgentView, Pod
 from ..core.rounds import EventNote, GateChange, Memory, Observed, Plan, Send, Settings, plan
 from ..core.status import report
 from .agents import Agents
+from .events import Repeats
 from .kube import Kube, KubeError, KubeUnavailable, pod_of
 
 _LOG = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class Reconciler:
         """None: what the object says is not known for sure, so nothing may be planned."""
         self._reported: dict[str, Any] = {}
         self._reported_at = float("-inf")
+        self._repeats = Repeats()
 
     # ---- durable facts -------------------------------------------------------------------------------------
 
@@ -135,6 +137,11 @@ class Reconciler:
         assert self._facts is not None
         try:
             raw = await self._read()
+        except (KubeError, KubeUnavailable) as error:
+            # Not written for sure: a round that cannot be decided is still ours to abort.
+            _LOG.warning("%s/%s: cannot record: %s", self._namespace, self._name, error)
+            return False
+        try:
             stored = Facts.model_validate(raw.get("status", {}))
             if stored != self._facts:
                 _LOG.warning("%s/%s: its facts were changed by another", self._namespace, self._name)
@@ -199,7 +206,7 @@ class Reconciler:
         wake_in = decided.wake_in
         if not await self._show(decided, observed, events):
             wake_in = min(wake_in, 1.0)
-        return wake_in
+        return min(wake_in, self._repeats.wait(self._clock()) + 0.01)
 
     def _observe(self, spec: WeightSyncSpec, generation: int, raw: Sequence[dict[str, Any]]) -> Observed:
         assert self._facts is not None
@@ -248,13 +255,20 @@ class Reconciler:
         return True
 
     async def _tell(self, events: Sequence[EventNote]) -> bool:
-        """Events are a courtesy: one that cannot be written is not tried again."""
+        """Events are a courtesy: one that cannot be written is not tried again. The log has each of them."""
         for note in events:
             log = _LOG.warning if note.type == "Warning" else _LOG.info
             log("%s/%s: %s: %s", self._namespace, self._name, note.reason, note.message)
+        for due in self._repeats.due(events, self._clock()):
             try:
                 await self._kube.event(
-                    self._namespace, self._name, self._uid, note, self._wall(), self._instance
+                    self._namespace,
+                    self._name,
+                    self._uid,
+                    due.note,
+                    self._wall(),
+                    self._instance,
+                    count=due.count,
                 )
             except (KubeError, KubeUnavailable) as error:
                 _LOG.warning("%s/%s: cannot write an event: %s", self._namespace, self._name, error)

@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 from pydantic.alias_generators import to_camel
 
+from weightsync_engine.protocol.messages import FlipPolicy
+
 
 def rules(*pairs: tuple[str, str]) -> dict[str, Any]:
     """CEL rules for a type or field, as (rule, message)."""
@@ -43,6 +45,7 @@ Text = Annotated[str, Field(max_length=2048)]
 MAX_MEMBERS = 1024
 MAX_SHOWN_MEMBERS = 64
 MAX_ROUNDS = 5
+MAX_EARLIER = 32
 
 
 def seconds(default: int, what: str) -> Any:
@@ -76,6 +79,11 @@ class Trigger(ApiModel):
                 "trigger.version does not go with type OnPublish, which follows the trainer: remove version, "
                 "or use type OnSpecVersion",
             ),
+            (
+                "self.type != 'OnPublish' || !has(self.allowRollback)",
+                "trigger.allowRollback does not go with type OnPublish, which follows the trainer: remove it, "
+                "or use type OnSpecVersion",
+            ),
         )
     )
 
@@ -85,6 +93,50 @@ class Trigger(ApiModel):
         "once the trainer has published it."
     )
     version: SpecVersion | None = Field(default=None, description="With OnSpecVersion: the version to serve.")
+    allow_rollback: bool | None = Field(
+        default=None,
+        description="With OnSpecVersion: whether version may be one that came before the one that is served, so that "
+        "the fleet goes back to it. Default: false.",
+    )
+
+
+class Flip(ApiModel):
+    """How a version goes live once every member has verified it."""
+
+    strategy: Literal["Rolling", "Barrier"] | None = Field(
+        default=None,
+        description="Rolling: every inference pod as soon as it is told, so that for a moment, at most "
+        "deadlines.commitSeconds, pods generate with different versions. Barrier: no two pods generate with "
+        "different versions at the same time; all stand still before the first one flips, and one that cannot be "
+        "reached holds back the version until it answers or is deleted. Default: Rolling.",
+    )
+    requests: Literal["Keep", "Wait", "Abort"] | None = Field(
+        default=None,
+        description="What requests do that run at the flip. Keep: they stand still for it and go on with the new "
+        "version, keeping the tokens that they have. Wait: the flip waits until they have ended, within "
+        "deadlines.commitSeconds; new ones wait meanwhile. Abort: they end at once with finish reason abort. "
+        "Default: Keep.",
+    )
+    prefix_cache: Literal["Reset", "Kept"] | None = Field(
+        default=None,
+        description="Reset: keys and values that were computed with the old version are forgotten, and those of "
+        "running requests computed anew. Kept: running requests go on with them, and new requests with an equal "
+        "beginning start from them, so that answers are made of both versions: faster, and not what either version "
+        "alone would say. Default: Reset.",
+    )
+
+    @property
+    def policy(self) -> FlipPolicy:
+        """As agents are told."""
+        requests: dict[str, Literal["keep", "wait", "abort"]] = {
+            "Keep": "keep",
+            "Wait": "wait",
+            "Abort": "abort",
+        }
+        return FlipPolicy(
+            requests=requests[self.requests or "Keep"],
+            prefix_cache="kept" if self.prefix_cache == "Kept" else "reset",
+        )
 
 
 class Deadlines(ApiModel):
@@ -169,6 +221,7 @@ class WeightSyncSpec(ApiModel):
     transport: Literal["Auto", "Gloo", "NcclM2n", "NcclP2p"] | None = Field(
         default=None, description="How the weights travel. Default: Auto, by the pods' devices."
     )
+    flip: Flip | None = None
     deadlines: Deadlines | None = None
     retry: Retry | None = None
     inference: Inference | None = None
@@ -180,6 +233,18 @@ class WeightSyncSpec(ApiModel):
     def wanted_version(self) -> str | None:
         """The version that OnSpecVersion asks for; None with OnPublish."""
         return self.trigger.version if self.trigger and self.trigger.type == "OnSpecVersion" else None
+
+    @property
+    def rollback_allowed(self) -> bool:
+        return bool(self.trigger and self.trigger.allow_rollback)
+
+    @property
+    def flip_policy(self) -> FlipPolicy:
+        return (self.flip or Flip()).policy
+
+    @property
+    def barrier(self) -> bool:
+        return self.flip is not None and self.flip.strategy == "Barrier"
 
     @property
     def closed_before_first_version(self) -> bool:
@@ -240,6 +305,9 @@ class DecisionFact(ApiModel):
     run_id: Short = Field(description="The trainer's run that published the version.")
     sequence: Annotated[int, Field(ge=0)] = Field(description="The version's place in that run.")
     members: Annotated[tuple[MemberIdentity, ...], Field(max_length=MAX_MEMBERS)]
+    earlier: Annotated[tuple[Version, ...], Field(max_length=MAX_EARLIER)] = Field(
+        default=(), description="Versions that were served before this one, newest first."
+    )
     finished: bool = Field(
         default=False, description="Every member has the version, or is kept from serving."
     )

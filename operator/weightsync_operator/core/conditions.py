@@ -19,7 +19,9 @@ from .rounds import (
     Settings,
     committed_version,
     holds,
+    may_generate,
     published,
+    refused_rollback,
     serves,
     target,
     unchanged,
@@ -174,6 +176,18 @@ def _not_held(wanted: str, have: Published | None) -> str:
     return f"spec.trigger.version {wanted} is not what the trainer holds ({held})"
 
 
+def _rollback_not_allowed(view: View) -> Verdict | None:
+    refused = refused_rollback(view.observed, view.roster)
+    if refused is None:
+        return None
+    return Verdict(
+        "False",
+        names.ROLLBACK_NOT_ALLOWED,
+        f"spec.trigger.version {refused} came before {committed_version(view.observed.facts)}, which is served; to go "
+        "back to it, set spec.trigger.allowRollback to true",
+    )
+
+
 def _spec_version_not_published(view: View) -> Verdict | None:
     wanted = view.observed.spec.wanted_version
     if wanted is None or wanted == committed_version(view.observed.facts):
@@ -227,7 +241,13 @@ def in_sync(view: View) -> Verdict:
     facts = view.observed.facts
     return _first(
         view,
-        (_no_version_yet, _spec_version_not_published, _no_members_to_ask, _pods_behind),
+        (
+            _no_version_yet,
+            _rollback_not_allowed,
+            _spec_version_not_published,
+            _no_members_to_ask,
+            _pods_behind,
+        ),
         _payload(
             view, f"{_count(len(view.roster.inference), 'inference pod')} serve {committed_version(facts)}"
         ),
@@ -302,6 +322,15 @@ def ready(view: View) -> Verdict:
     )
 
 
+def _moving(view: View) -> str:
+    """The pods that have not halted for the round under way."""
+    run, facts = view.memory.round, view.observed.facts
+    if run is None or run.phase != "halt":
+        return ""
+    names_ = [pod.name for pod in view.observed.pods if may_generate(pod, facts.term, run.number)]
+    return ", ".join(names_[:5]) + (f" and {len(names_) - 5} more" if len(names_) > 5 else "")
+
+
 def reconciling(view: View) -> Verdict:
     memory, spec = view.memory, view.observed.spec
     run = memory.round
@@ -309,6 +338,7 @@ def reconciling(view: View) -> Verdict:
         words = {
             "prepare": "members are getting ready",
             "transfer": "weights are travelling",
+            "halt": f"verified on all members, the barrier waits for {_moving(view)}",
             "confirm": "verified on all members, being confirmed",
             "commit": "decided, going live",
         }
@@ -332,6 +362,8 @@ def stalled(view: View) -> Verdict:
     violation, failure = view.roster.violation, view.memory.failure
     if violation is not None and violation.needs_a_person:
         return Verdict("True", violation.reason, violation.message)
+    if (rollback := _rollback_not_allowed(view)) is not None:
+        return Verdict("True", rollback.reason, rollback.message)
     if failure is not None and failure.failures >= 3:
         return Verdict(
             "True",

@@ -71,6 +71,8 @@ class Pod:
     ip: str
     port: int
     terminating: bool = False
+    containers_ready: bool = False
+    """The kubelet's word: the readiness probe passes, if the pod has one."""
     has_gate: bool = False
     gate: Gate | None = None
     agent: AgentView = field(default_factory=AgentView)

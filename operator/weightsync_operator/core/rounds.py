@@ -11,6 +11,8 @@ Order of things that must never break:
   again.
 * A decision needs every member's VERIFIED in an answer to a request that was sent after all were seen
 verified.
+* With a barrier, no decision before every pod that may generate has confirmed that it has halted for the round, and no
+pod is admitted between.
 * An unfinished decision is rolled forward by every operator; any other unfinished round is aborted.
 """
 
@@ -23,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from weightsync_engine.protocol.messages import (
+    DEFAULT_FLIP,
     Abort,
     Addressed,
     Admit,
@@ -31,6 +34,8 @@ from weightsync_engine.protocol.messages import (
     EpochPhase,
     EpochState,
     Fence,
+    FlipPolicy,
+    Halt,
     InferenceFacts,
     JoinEpoch,
     PlanSummary,
@@ -46,6 +51,7 @@ from weightsync_engine.protocol.names import ROLE_INFERENCE
 
 from .. import names
 from ..api.types import (
+    MAX_EARLIER,
     MAX_ROUNDS,
     DecisionFact,
     EpochFact,
@@ -130,10 +136,15 @@ class RoundRun:
     run_id: str
     sequence: int
     members: tuple[MemberIdentity, ...]
-    phase: Literal["prepare", "transfer", "confirm", "commit"]
+    phase: Literal["prepare", "transfer", "halt", "confirm", "commit"]
     started: float
     phase_since: float
     decide_by: float
+    policy: FlipPolicy = DEFAULT_FLIP
+    barrier: bool = False
+    """No pod may generate with another version once the first one flips."""
+    halting_since: float | None = None
+    """When the first member was told to halt."""
     seconds: float | None = None
     bytes_total: int = 0
     content: str = ""
@@ -200,7 +211,9 @@ class EventNote:
     type: Literal["Normal", "Warning"]
     reason: str
     message: str
-    """Equal for equal causes, so that repetitions are counted in one event."""
+    cause: str = ""
+    """Who or what is behind it. With type and reason it tells whether this is the same again, whose message may
+    still differ in its figures: then it is counted, and not told more than once a minute."""
 
 
 @dataclass(frozen=True)
@@ -290,12 +303,39 @@ def target(observed: Observed, roster: Roster) -> Published | None:
         if decision.run_id != roster.run_id or have.sequence > decision.sequence:
             return have
     elif decision.version != wanted:
-        return have
+        return have if refused_rollback(observed, roster) is None else None
     behind = any(
         member.state.inference and not holds(member.state.inference, observed.facts, observed.spec)
         for member in roster.inference
     )
     return have if behind and have.version == decision.version else None
+
+
+def refused_rollback(observed: Observed, roster: Roster) -> str | None:
+    """The version that the spec asks for, where it came before the served one and the spec does not allow that."""
+    have, decision, wanted = published(roster), observed.facts.decision, observed.spec.wanted_version
+    if decision is None or wanted is None or wanted == decision.version or observed.spec.rollback_allowed:
+        return None
+    older = (
+        have is not None
+        and have.version == wanted
+        and decision.run_id == roster.run_id
+        and have.sequence < decision.sequence
+    )
+    return wanted if older or wanted in decision.earlier else None
+
+
+def may_generate(pod: Pod, term: int, number: int) -> bool:
+    """Whether this inference pod is not known to have halted for a round. Also one that cannot be reached, whatever it
+    said last: it may have been admitted since."""
+    state = pod.agent.state
+    if pod.role != ROLE_INFERENCE or pod.phase in ("Succeeded", "Failed", "Pending"):
+        return False
+    if state is None:
+        # Starts closed, and no operator opens what never answered; but an earlier one may have heard of it.
+        return pod.containers_ready or (pod.gate is not None and pod.gate.status)
+    halted = state.inference.halted if state.inference is not None else None
+    return halted is None or (halted.term, halted.round) != (term, number)
 
 
 def epoch_state(
@@ -367,6 +407,7 @@ class _Planner:
             self._start_something()
         if self.record is None:
             self._end_strays()
+            self._tell_trainers()
             self._admit_or_fence()
             self._set_gates()
             self._watch_silence()
@@ -422,8 +463,8 @@ class _Planner:
     def _send_to(self, member: Member, verb: str, make: Callable[..., Addressed], **fields: object) -> None:
         self._send(member.identity, verb, make, **fields)
 
-    def _event(self, kind: Literal["Normal", "Warning"], reason: str, message: str) -> None:
-        self.events.append(EventNote(kind, reason, message))
+    def _event(self, kind: Literal["Normal", "Warning"], reason: str, message: str, cause: str = "") -> None:
+        self.events.append(EventNote(kind, reason, message, cause))
 
     def _refusals(self, identities: Iterable[MemberIdentity]) -> str:
         told = [
@@ -431,6 +472,11 @@ class _Planner:
             for identity in identities
             if (pod := self.pods.get(identity.uid)) is not None and pod.agent.refusal
         ]
+        return f" ({'; '.join(told[:3])})" if told else ""
+
+    @staticmethod
+    def _refusals_of(pods: Iterable[Pod]) -> str:
+        told = [f"{pod.name}: {pod.agent.refusal}" for pod in pods if pod.agent.refusal]
         return f" ({'; '.join(told[:3])})" if told else ""
 
     def _backoff(self, before: Backoff | None, key: object) -> Backoff:
@@ -453,7 +499,7 @@ class _Planner:
         ]
         for remark in worth:
             if (remark.pod, remark.reason) not in self.memory.noted:
-                self._event("Warning", remark.reason, remark.message)
+                self._event("Warning", remark.reason, remark.message, remark.pod)
         self.memory = replace(self.memory, noted=frozenset((remark.pod, remark.reason) for remark in worth))
 
     def _roll_forward(self) -> None:
@@ -524,6 +570,7 @@ class _Planner:
                             deadline_seconds=limits.prepare,
                             # Later than our own last moment by what one answer may take.
                             decide_by_seconds=run.decide_by - run.started + limits.commit / 2,
+                            flip=run.policy,
                         )
                 return
             run = self._to_phase(run, "transfer")
@@ -547,19 +594,28 @@ class _Planner:
             inference = [m for m in run.members if m.role == ROLE_INFERENCE]
             took = [s.seconds for s in states.values() if s is not None and s.seconds is not None]
             run = replace(
-                self._to_phase(run, "confirm"),
+                self._to_phase(run, "halt" if run.barrier else "confirm"),
                 seconds=max(took, default=None),
                 bytes_total=sum(s.bytes_total for m in inference if (s := states[m.uid]) is not None),
                 content=next((s.content for s in states.values() if s is not None and s.content), ""),
             )
             self.memory = replace(self.memory, round=run)
+        if run.phase == "halt":
+            if not self._halt(run):
+                return
+            run = self._to_phase(run, "confirm")
         # confirm: each must say it again, in an answer to a question asked after the last one said it first.
         unsure = [
             m
             for m in run.members
             if phases[m.uid] is not RoundPhase.VERIFIED or self.pods[m.uid].agent.asof < run.phase_since
         ]
-        if self.now > run.decide_by:
+        moving = self._moving(run) if run.barrier else []
+        if moving:
+            # Not what it was: a container that restarted, a pod that came. Nothing is decided past it.
+            run = self._to_phase(run, "halt")
+            self._halt(run)
+        elif self.now > self._decide_by(run):
             self._fail_late(run, unsure or list(run.members), "verified, but not confirmed in time")
         elif unsure:
             self.reads.extend(m.uid for m in unsure)
@@ -573,11 +629,66 @@ class _Planner:
                         run_id=run.run_id,
                         sequence=run.sequence,
                         members=run.members,
+                        earlier=self._earlier(run.version),
                     )
                 }
             )
 
-    def _to_phase(self, run: RoundRun, phase: Literal["transfer", "confirm"]) -> RoundRun:
+    def _earlier(self, version: str) -> tuple[str, ...]:
+        """What was served before this version."""
+        before = self.facts.decision
+        if before is None:
+            return ()
+        served = (before.version, *before.earlier)
+        return tuple(dict.fromkeys(one for one in served if one != version))[:MAX_EARLIER]
+
+    def _decide_by(self, run: RoundRun) -> float:
+        """Who stands still does not stand so for ever, whatever keeps us from deciding."""
+        if run.halting_since is None:
+            return run.decide_by
+        return min(run.decide_by, run.halting_since + self.spec.limits.commit + self.settings.grace)
+
+    def _moving(self, run: RoundRun) -> list[Pod]:
+        return [pod for pod in self.seen.pods if may_generate(pod, self.facts.term, run.number)]
+
+    def _halt(self, run: RoundRun) -> bool:
+        """Whether nobody generates any more. Pods beside the round come first, at no cost to its members: one that
+        cannot be reached keeps nobody from serving, only the version from going live."""
+        moving = self._moving(run)
+        members = {(m.uid, m.boot_id) for m in run.members}
+        beside = [pod for pod in moving if (pod.uid, _boot(pod)) not in members]
+        late = beside or moving
+        if not late:
+            return True
+        if not beside and run.halting_since is None:
+            run = replace(run, halting_since=self.now)
+            self.memory = replace(self.memory, round=run)
+        limit = self.spec.limits.commit
+        if self.now > self._decide_by(run):
+            told = ", ".join(pod.name for pod in late[:5])
+            why = "it takes no part in the round and may serve another version; delete it if it is dead"
+            problem = Problem(
+                reason=names.NOT_HALTED,
+                message=f"pod {told}: has not halted for the barrier"
+                f"{f' ({why})' if beside else f' within {limit} s'}{self._refusals_of(late)}"[:1000],
+            )
+            self._fail_round(run, problem, late[0].name, epoch_too=False)
+            return False
+        for pod in late:
+            state = pod.agent.state
+            if state is not None:
+                request = Halt(
+                    boot_id=state.boot_id,
+                    object_uid=self.seen.uid,
+                    term=self.facts.term,
+                    epoch=run.epoch,
+                    round=run.number,
+                    deadline_seconds=min(2 * limit, MAX_SECONDS),
+                )
+                self.sends.append(Send(pod.name, pod.uid, "halt", request))
+        return False
+
+    def _to_phase(self, run: RoundRun, phase: Literal["transfer", "halt", "confirm"]) -> RoundRun:
         run = replace(run, phase=phase, phase_since=self.now)
         self.memory = replace(self.memory, round=run)
         return run
@@ -662,7 +773,9 @@ class _Planner:
             # The same again: counted, so that the last good round stays on the list.
             report = report.model_copy(update={"attempts": past[0].attempts + 1})
             past = past[1:]
-        self._event("Warning", names.ROUND_FAILED, f"version {run.version}: {message} ({problem.reason})")
+        cause = f"{culprit}/{problem.reason}"
+        told = f"version {run.version}: {message} ({problem.reason})"
+        self._event("Warning", names.ROUND_FAILED, told, cause)
         self.memory = replace(
             self.memory,
             round=None,
@@ -904,7 +1017,8 @@ class _Planner:
     def _fail_epoch(self, epoch: EpochRun, problem: Problem, culprit: str) -> None:
         message = problem.message if culprit in problem.message else f"pod {culprit}: {problem.message}"
         backoff = self._backoff(self.memory.epoch_backoff, epoch.keys)
-        self._event("Warning", names.EPOCH_FAILED, f"{message} ({problem.reason})")
+        cause = f"{culprit}/{problem.reason}"
+        self._event("Warning", names.EPOCH_FAILED, f"{message} ({problem.reason})", cause)
         self.memory = replace(
             self.memory,
             epoch=None,
@@ -978,9 +1092,19 @@ class _Planner:
             started=self.now,
             phase_since=self.now,
             decide_by=self.now + span,
+            policy=self.spec.flip_policy,
+            barrier=self.spec.barrier and not self._is_served(wanted),
         )
         self.memory = replace(self.memory, round=run, next_round=number + 1)
         self._advance_round(run)
+
+    def _is_served(self, wanted: Published) -> bool:
+        """Whether a round only brings it to those that lack it: nobody then changes what it generates with."""
+        decision = self.facts.decision
+        return decision is not None and (
+            (decision.version, decision.run_id, decision.sequence)
+            == (wanted.version, self.roster.run_id, wanted.sequence)
+        )
 
     # ---- what every look puts right ------------------------------------------------------------------------
 
@@ -1024,14 +1148,39 @@ class _Planner:
             self._wake(self.settings.tick)
             self._send(identity, "abort", Abort, epoch=held[0], round=held[1], problem=problem)
 
+    def _tell_trainers(self) -> None:
+        """A trainer's agent that has restarted since the newest decision is told of it: the training process waits for
+        that word before it publishes again."""
+        decision = self.facts.decision
+        if decision is None or self.memory.round is not None:
+            return
+        for member in self.roster.trainers:
+            facts = member.state.trainer
+            if facts is None or facts.committed is not None or facts.run_id != decision.run_id:
+                continue
+            self._wake(self.settings.tick)
+            self._send_to(
+                member,
+                "commit",
+                Commit,
+                epoch=decision.epoch,
+                round=decision.round,
+                version=decision.version,
+                deadline_seconds=self.spec.limits.commit,
+            )
+
     def _admit_or_fence(self) -> None:
+        run = self.memory.round
+        between = run is not None and run.barrier and run.phase in ("halt", "confirm")
+        # A round is over for those beside it once it is decided: what they are admitted with is its version.
+        over = self.memory.next_round - 1 if run is None or run.phase == "commit" else run.number - 1
         for member in self.roster.inference:
             facts = member.state.inference
             if facts is None:
                 continue
             if holds(facts, self.facts, self.spec):
-                if not facts.serving:
-                    self._send_to(member, "admit", Admit, version=facts.live_version)
+                if not facts.serving and not between:
+                    self._send_to(member, "admit", Admit, version=facts.live_version, after=over)
                     self._wake(self.settings.tick)
             elif facts.serving and not committing(self.memory, self.seen, member, self.settings):
                 reason, message = self._why_out(facts)
@@ -1092,6 +1241,10 @@ class _Planner:
                     self._wake(left + 0.01)
 
 
+def _boot(pod: Pod) -> str:
+    return pod.agent.state.boot_id if pod.agent.state is not None else ""
+
+
 def _flipping(state: RoundState) -> bool:
     """Told to commit and at it: nothing to repeat. With a problem the flip has ended, and may be tried
     again."""
@@ -1102,11 +1255,11 @@ def _without_others(pod: Pod, uid: str) -> Pod:
     """Without an epoch and a round that another object, of the same name, once made: their numbers mean
     nothing."""
     state = pod.agent.state
-    if state is None or state.object_uid == uid or (state.epoch is None and state.round is None):
+    if state is None or state.object_uid == uid:
         return pod
-    return replace(
-        pod, agent=replace(pod.agent, state=state.model_copy(update={"epoch": None, "round": None}))
-    )
+    inference = state.inference and state.inference.model_copy(update={"halted": None})
+    fields = {"epoch": None, "round": None, "inference": inference}
+    return replace(pod, agent=replace(pod.agent, state=state.model_copy(update=fields)))
 
 
 def _stuck(state: RoundState) -> bool:

@@ -1,6 +1,7 @@
 """A stand-in for a vLLM pod: `tp` workers in one process, each with slab and mover; the real agent.
 
-`python server_main.py SHAPES TP RUN_DIR`: SHAPES is a file of JSON, checkpoint name -> shape. Each
+`python server_main.py SHAPES TP RUN_DIR [ORDERS]`: SHAPES is a file of JSON, checkpoint name -> shape;
+ORDERS is a folder of damage that the movers are to do (tests/integration/mover/damage.py). Each
 holds its slice of dimension 0 where that divides, else the whole, all in bfloat16. Reports on stdout; a line
 on stdin asks for the bits that are live.
 """
@@ -18,6 +19,7 @@ from pathlib import Path
 import torch
 import uvicorn
 from starlette.applications import Starlette
+from tests.integration.mover.damage import damaging
 
 from weightsync_engine.agent.core import AgentCore, make_pod
 from weightsync_engine.agent.credentials import TokenVerifier
@@ -27,11 +29,13 @@ from weightsync_engine.layout.boxes import Box
 from weightsync_engine.layout.tensors import Expected, Piece, WorkerManifest
 from weightsync_engine.mover.slab import Slab, plan_slab
 from weightsync_engine.mover.supervisor import MoverSupervisor
-from weightsync_engine.protocol.messages import Problem
+from weightsync_engine.protocol.messages import FlipPolicy, Problem
 
 
 class Worker:
-    def __init__(self, rank: int, tp: int, shapes: dict[str, list[int]], run_dir: Path) -> None:
+    def __init__(
+        self, rank: int, tp: int, shapes: dict[str, list[int]], run_dir: Path, orders: Path | None
+    ) -> None:
         self.boxes = {}
         for name, shape in shapes.items():
             whole = Box.whole(tuple(shape))
@@ -48,7 +52,8 @@ class Worker:
             tensors=self.places,
             unresolved={},
         )
-        self.mover = MoverSupervisor("inference", rank, self.slab, manifest, run_dir)
+        kind = damaging(orders) if orders is not None else MoverSupervisor
+        self.mover = kind("inference", rank, self.slab, manifest, run_dir)
 
     def flip(self) -> None:
         for name, place in self.places.items():
@@ -68,12 +73,29 @@ class Server:
         return len(self._workers)
 
     async def flip(
-        self, object_uid: str, epoch: int, round: int, version: str, deadline_seconds: float
+        self,
+        object_uid: str,
+        epoch: int,
+        round: int,
+        version: str,
+        deadline_seconds: float,
+        policy: FlipPolicy,
     ) -> None:
         self.flips += 1
         for worker in self._workers:
             worker.flip()
         self._version = version
+
+    held = False
+
+    async def hold(self, policy: FlipPolicy, deadline_seconds: float) -> None:
+        pass
+
+    async def go_on(self) -> None:
+        pass
+
+    async def end_requests(self) -> None:
+        pass
 
     async def live(self) -> tuple[str | None, bool]:
         return self._version, False
@@ -94,7 +116,8 @@ def live_bits(workers: list[Worker], shapes: dict[str, list[int]]) -> dict[str, 
 async def main() -> None:
     shapes = json.loads(Path(sys.argv[1]).read_text())  # noqa: ASYNC240
     tp, run_dir = int(sys.argv[2]), Path(sys.argv[3])
-    workers = [Worker(i, tp, shapes, run_dir) for i in range(tp)]
+    orders = Path(sys.argv[4]) if len(sys.argv) > 4 else None
+    workers = [Worker(i, tp, shapes, run_dir, orders) for i in range(tp)]
     server = Server(workers)
     core = AgentCore(
         make_pod("inference", uuid.uuid4().hex, tp), [w.mover.socket_path for w in workers], server

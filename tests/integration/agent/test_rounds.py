@@ -19,6 +19,7 @@ from tests.integration.trainer.ranks import Ranks
 
 pytestmark = pytest.mark.timeout(600)
 SERVER_MAIN = Path(__file__).with_name("server_main.py")
+ROOT = SERVER_MAIN.parents[3]
 UID, KEY = "uid-1", "k" * 40
 TPS = (2, 1)
 
@@ -57,16 +58,24 @@ class Pod:
 class FakeServer:
     """The process of `server_main.py`."""
 
-    def __init__(self, index: int, tp: int, shapes: Path, tmp: Path, env: dict[str, str]) -> None:
+    def __init__(
+        self, index: int, tp: int, shapes: Path, tmp: Path, env: dict[str, str], orders: Path | None = None
+    ) -> None:
         self.log = tmp / f"server-{index}.log"
         with self.log.open("w") as out:
             self.process = subprocess.Popen(
-                [sys.executable, str(SERVER_MAIN), str(shapes), str(tp), str(tmp / f"s{index}")],
+                [sys.executable, str(SERVER_MAIN), str(shapes), str(tp), str(tmp / f"s{index}")]
+                + ([str(orders)] if orders else []),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=out,
                 text=True,
-                env={**os.environ, **env, "WEIGHTSYNC_POD_NAME": f"vllm-{index}"},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+                    **env,
+                    "WEIGHTSYNC_POD_NAME": f"vllm-{index}",
+                },
             )
 
     def read(self) -> dict[str, Any]:

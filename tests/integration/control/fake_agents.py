@@ -27,6 +27,8 @@ from weightsync_engine.protocol.messages import (
     EpochPhase,
     EpochState,
     Fence,
+    Halt,
+    Halted,
     InferenceFacts,
     JoinEpoch,
     Leave,
@@ -56,6 +58,8 @@ class Script:
     """Stay in Transferring."""
     hold_commit: bool = False
     """Take commits for granted only later: answer, stay Verified."""
+    hold_halt: bool = False
+    """Answer, and go on generating."""
     plan_digest: str = "d1"
     parameters: int = 10
 
@@ -167,6 +171,10 @@ class FakeAgent:
                 self._round_start(message)
             case Transfer():
                 self._transfer(message)
+            case Halt() if self.script.hold_halt:
+                pass
+            case Halt():
+                self.set_inference(halted=Halted(term=message.term, round=message.round))
             case Commit():
                 self._commit(message)
             case Abort():
@@ -272,7 +280,7 @@ class FakeAgent:
         fields: dict[str, Any] = {"round": now.model_copy(update={"phase": RoundPhase.COMMITTED})}
         if self.state.inference is not None:
             fields["inference"] = self.state.inference.model_copy(
-                update={"live_version": commit.version, "torn": False}
+                update={"live_version": commit.version, "torn": False, "halted": None}
             )
         if self.state.trainer is not None:
             fields["trainer"] = self.state.trainer.model_copy(update={"committed": commit.version})

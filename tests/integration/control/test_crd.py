@@ -51,6 +51,10 @@ def manifest(spec: dict[str, Any], name: str = "w") -> str:
         ({"deadlines": {"commitSeconds": "30s"}}, ["commitSeconds", "integer"]),
         ({"retry": {"backoffSeconds": 9, "maxBackoffSeconds": 3}}, ["maxBackoffSeconds must not be smaller"]),
         ({"inference": {"minMembers": 0}}, ["minMembers", "leave it out"]),
+        ({"trigger": {"type": "OnPublish", "allowRollback": True}}, ["remove it", "OnSpecVersion"]),
+        ({"flip": {"requests": "Drain"}}, ["spec.flip.requests", "Keep", "Wait", "Abort"]),
+        ({"flip": {"prefixCache": "Keep"}}, ["spec.flip.prefixCache", "Reset", "Kept"]),
+        ({"flip": {"strategy": "Canary"}}, ["spec.flip.strategy", "Rolling", "Barrier"]),
         ({"transport": "Nccl"}, ["NcclM2n", "Gloo"]),
         ({"beforeFirstVersion": "Open"}, ["ServeLoadedWeights", "Closed"]),
     ],
@@ -80,6 +84,10 @@ def test_a_name_that_is_no_label_value_is_refused(api: ApiServer) -> None:
             "deadlines": {"joinSeconds": 1, "prepareSeconds": 1, "transferSeconds": 1, "commitSeconds": 1},
             "retry": {"backoffSeconds": 3},
             "inference": {"minMembers": 2},
+        },
+        {
+            "trigger": {"type": "OnSpecVersion", "version": "step-4", "allowRollback": True},
+            "flip": {"strategy": "Barrier", "requests": "Wait", "prefixCache": "Kept"},
         },
     ],
 )

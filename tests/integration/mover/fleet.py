@@ -13,7 +13,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,6 +43,7 @@ KEY = "k" * 32
 TRAINERS, TP, SERVERS = 2, 2, 2
 HIDDEN, HEAD, VOCAB, PADDED = 16, 4, 13, 16
 Q_ROWS, KV_ROWS = 32, 4  # 8 q heads, 1 kv head: fewer than tp
+EXPERTS, EXPERT_ROWS = 2, 6
 DTYPE = "bfloat16"
 
 
@@ -51,6 +52,7 @@ def shapes(layers: int) -> dict[str, tuple[int, ...]]:
     for i in range(layers):
         result |= {f"{i}.{name}": (rows, HIDDEN) for name, rows, *_ in projections(i)}
         result |= {f"{i}.o": (HIDDEN, Q_ROWS), f"{i}.bias": (5,)}
+        result |= {f"{i}.expert.{e}": (EXPERT_ROWS, HIDDEN) for e in range(EXPERTS)}
     return result
 
 
@@ -77,7 +79,10 @@ def destinations(layers: int, tp_rank: int) -> tuple[list[Piece], dict[str, tupl
         Piece("norm", Box((0,), (HIDDEN,)), "norm", (0,)),
     ]
     for i in range(layers):
-        tensors |= {f"{i}.qkv": (half_q + 2 * KV_ROWS, HIDDEN), f"{i}.o": (HIDDEN, half_q), f"{i}.bias": (5,)}
+        tensors |= {
+            f"{i}.qkv": (half_q + 2 * KV_ROWS, HIDDEN), f"{i}.o": (HIDDEN, half_q), f"{i}.bias": (5,),
+            f"{i}.experts": (EXPERTS, EXPERT_ROWS, HIDDEN),
+        }  # fmt: skip
         live = {0: (half_q, 0), 1: (KV_ROWS, half_q), 2: (KV_ROWS, half_q + KV_ROWS)}
         for name, _, *begins in projections(i):
             for part, begin in enumerate(begins):
@@ -88,6 +93,10 @@ def destinations(layers: int, tp_rank: int) -> tuple[list[Piece], dict[str, tupl
         pieces += [
             Piece(f"{i}.o", Box((0, half_q * tp_rank), (HIDDEN, half_q)), f"{i}.o", (0, 0)),
             Piece(f"{i}.bias", Box((0,), (5,)), f"{i}.bias", (0,)),
+            *(
+                Piece(f"{i}.expert.{e}", Box((0, 0), (EXPERT_ROWS, HIDDEN)), f"{i}.experts", (e, 0, 0))
+                for e in range(EXPERTS)
+            ),
         ]
     return pieces, tensors
 
@@ -129,13 +138,14 @@ class Fleet:
         device: str = "cpu",
         env: dict[str, str] | None = None,
         staging_bytes: int = 0,
+        supervisor: Callable[..., MoverSupervisor] = MoverSupervisor,
     ) -> Fleet:
         """All movers up; the ranks in `spare` have a spare mover."""
         members = []
         for rank in range(TRAINERS + SERVERS * TP):
             slab, manifest = make(rank, layers, device=device)
             role = "trainer" if rank < TRAINERS else "inference"
-            supervisor = MoverSupervisor(
+            parent = supervisor(
                 role,
                 rank,
                 slab,
@@ -148,7 +158,7 @@ class Fleet:
             )
             server = "trainer" if rank < TRAINERS else f"server-{(rank - TRAINERS) // TP}"
             members.append(
-                Member(rank, server, slab, manifest, supervisor, MoverClient(supervisor.socket_path).start())
+                Member(rank, server, slab, manifest, parent, MoverClient(parent.socket_path).start())
             )
         fleet = cls(members, layers)
         try:
@@ -174,6 +184,7 @@ class Fleet:
                 "object_uid": "uid", "term": 1, "epoch": self.epoch, "rank": m.rank, "key": KEY, "host": HOST,
                 "world_size": len(self.members), "trainer_ranks": TRAINERS, "rendezvous": rendezvous,
                 "transport": "auto", "server": m.server, "deadline_seconds": deadline,
+                "who": f"pod {m.server}, worker {m.rank}",
             }  # fmt: skip
             m.client.send(MoverJoin(**{**fields, **changed.get(f"rank_{m.rank}", {})}))
         return await self.each(
@@ -243,9 +254,9 @@ class Fleet:
         """Every worker's shadow equals the published values, bit for bit."""
         for m in self.members[TRAINERS:]:
             for piece in m.manifest.pieces:
-                got = m.view(piece.tensor)[
-                    tuple(map(slice, piece.at, Box(piece.at, piece.box.shape).stop))
-                ].cpu()
+                region = piece.region
+                got = m.view(piece.tensor)[tuple(map(slice, region.start, region.stop))].cpu()
+                got = got.reshape(piece.box.shape)
                 want = self.values[piece.name][tuple(map(slice, piece.box.start, piece.box.stop))]
                 assert torch.equal(got.view(torch.int16), want.view(torch.int16)), (m.rank, piece)
 

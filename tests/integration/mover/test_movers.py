@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import stat
 import time
@@ -137,6 +138,9 @@ async def test_a_mover_frozen_in_the_middle_is_named_by_all_others_and_may_join_
         states = await fleet.transferred(DEADLINE + 3, RoundPhase.FAILED, others)
         assert {s.round.problem.rank for s in states} == {victim}
         assert {s.round.problem.reason for s in states} == {"PeerLate"}
+        (message,) = {s.round.problem.message for s in states}
+        said = rf"rank {victim} \(pod {member.server}, worker {victim}\) has (not started|moved nothing of) step "
+        assert re.search(said + r"\d+ of \d+ for \d\.\d s", message), message
     await fleet.transferred(DEADLINE + 10, RoundPhase.FAILED, [member])
     await fleet.join()
     fleet.transfer(f"frozen-{victim}")

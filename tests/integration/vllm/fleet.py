@@ -189,11 +189,11 @@ class Fleet:
         for state in self.join():
             assert state.epoch is not None and state.epoch.phase is EpochPhase.JOINED, state
 
-    def prepare(self, version: str) -> None:
+    def prepare(self, version: str, **flip: str) -> None:
         self.round += 1
         self.tell(
             "prepare", epoch=self.epoch, round=self.round, version=version,
-            deadline_seconds=SECONDS, decide_by_seconds=3600,
+            deadline_seconds=SECONDS, decide_by_seconds=3600, flip=flip,
         )  # fmt: skip
         self._phase(RoundPhase.READY)
 
@@ -201,16 +201,31 @@ class Fleet:
         self.tell("transfer", epoch=self.epoch, round=self.round, deadline_seconds=SECONDS)
         self._phase(RoundPhase.VERIFIED)
 
+    def halt(self, *servers: VllmProcess, seconds: float = SECONDS) -> None:
+        """All servers, or these, generate nothing until the round is over."""
+        for server in servers or self.servers:
+            boot = self.boot(server.url)
+            self.operator.tell(
+                server.url, "halt", boot, epoch=self.epoch, round=self.round, deadline_seconds=seconds
+            )
+        for server in servers or self.servers:
+            self.operator.until(server.url, halted(self.round), SECONDS, "halted")
+
+    def abort(self) -> None:
+        why = {"reason": "Test", "message": "no more"}
+        self.tell("abort", epoch=self.epoch, round=self.round, problem=why)
+
     def commit(self, version: str) -> None:
         self.tell("commit", epoch=self.epoch, round=self.round, version=version, deadline_seconds=30)
         self._phase(RoundPhase.COMMITTED)
 
     def admit(self, version: str | None) -> None:
+        more = {"version": version, "after": self.round}
         for server in self.servers:
             self.operator.until(
                 server.url,
                 lambda _, url=server.url: (
-                    self.operator.post(url, "admit", self.boot(url), version=version).status_code == 200
+                    self.operator.post(url, "admit", self.boot(url), **more).status_code == 200
                 ),
                 30,
                 f"admitted with {version}",
@@ -231,6 +246,16 @@ class Fleet:
 
         for state in self.until(settled, f"round {self.round} is {wanted}"):
             assert state.round is not None and state.round.phase is wanted, state.round
+
+
+def halted(round_: int) -> Any:
+    """Whether a state says that the pod has halted for this round."""
+
+    def says(state: AgentState) -> bool:
+        mark = state.inference.halted if state.inference is not None else None
+        return mark is not None and mark.round == round_
+
+    return says
 
 
 def switch(tokens: list[int], prompt: list[int], old: tiny.Reference, new: tiny.Reference) -> int:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -250,14 +250,17 @@ class VllmProcess:
 
 
 class Stream(threading.Thread):
-    """One streaming completion; collects its token ids."""
+    """One streaming completion; collects its token ids, and when each came."""
 
     def __init__(self, server: VllmProcess, prompt: list[int], tokens: int) -> None:
         super().__init__(daemon=True)
         self.server, self.prompt, self.wanted = server, prompt, tokens
         self.tokens: list[int] = []
+        self.times: list[float] = []
         self.error = ""
         self.finished = ""
+        self.enough = threading.Event()
+        """Set: the client goes away at the next token."""
 
     def run(self) -> None:
         body = completion(self.prompt, self.wanted) | {"stream": True}
@@ -269,12 +272,28 @@ class Stream(threading.Thread):
                     self.error = f"{answer.status_code} {answer.read()!r}"
                     return
                 for line in answer.iter_lines():
+                    if self.enough.is_set():
+                        return
                     if line.startswith("data: {"):
                         choice = json.loads(line[6:])["choices"][0]
-                        self.tokens += choice.get("token_ids") or []
+                        got = choice.get("token_ids") or []
+                        self.tokens += got
+                        self.times += [time.monotonic()] * len(got)
                         self.finished = choice.get("finish_reason") or self.finished
         except Exception as e:
             self.error = f"{type(e).__name__}: {e}"
+
+
+def streaming(prompts: Sequence[tuple[VllmProcess, list[int]]], tokens: int) -> list[Stream]:
+    """One request for each (server, prompt), all of them generating by now."""
+    streams = [Stream(server, prompt, tokens) for server, prompt in prompts]
+    for stream in streams:
+        stream.start()
+    deadline = time.monotonic() + 60
+    while any(len(stream.tokens) < 5 for stream in streams):
+        assert time.monotonic() < deadline, [(len(s.tokens), s.error) for s in streams]
+        time.sleep(0.01)
+    return streams
 
 
 def completion(prompt: list[int], tokens: int) -> dict[str, Any]:

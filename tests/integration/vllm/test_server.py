@@ -15,7 +15,7 @@ import httpx
 import pytest
 from tests.integration.vllm import serving, tiny
 from tests.integration.vllm.fleet import Fleet, Trainer, switch, timed
-from tests.integration.vllm.serving import Operator, Stream, VllmProcess, alive
+from tests.integration.vllm.serving import Operator, Stream, VllmProcess, alive, streaming
 
 from weightsync_engine.protocol.messages import EpochPhase, RoundPhase
 
@@ -127,18 +127,10 @@ def test_the_operators_word_opens_the_guard_for_the_loaded_weights(
 
 def _streams(fleet: Fleet, tokens: int) -> list[Stream]:
     """Three requests to each server, each with a prompt of its own, all of them generating by now."""
-    streams = [
-        Stream(server, [*tiny.PROMPT, 100 * i + j], tokens)
-        for i, server in enumerate(fleet.servers)
-        for j in range(3)
+    prompts = [
+        (server, [*tiny.PROMPT, 100 * i + j]) for i, server in enumerate(fleet.servers) for j in range(3)
     ]
-    for stream in streams:
-        stream.start()
-    deadline = time.monotonic() + 60
-    while any(len(stream.tokens) < 5 for stream in streams):
-        assert time.monotonic() < deadline, [(len(s.tokens), s.error) for s in streams]
-        time.sleep(0.01)
-    return streams
+    return streaming(prompts, tokens)
 
 
 def _whole(streams: list[Stream], tokens: int) -> None:
@@ -205,9 +197,7 @@ def test_an_aborted_round_leaves_the_old_weights(
     fleet.trainer.publish(checkpoints[2], "step-2")
     fleet.prepare("step-2")
     fleet.transfer()
-    fleet.tell(
-        "abort", epoch=fleet.epoch, round=fleet.round, problem={"reason": "Test", "message": "no more"}
-    )
+    fleet.abort()
     for server in fleet.servers:
         assert server.greedy(tiny.PROMPT, 16) == references[1].greedy(tiny.PROMPT, 16)
         assert fleet.operator.state(server.url).inference.live_version == "step-1"  # type: ignore[union-attr]

@@ -18,7 +18,7 @@ def make_checkpoint(folder: Path, seed: int, *, tied: bool, kv_heads: int = 4) -
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=8, num_key_value_heads=kv_heads, head_dim=32, max_position_embeddings=512,
+        num_attention_heads=8, num_key_value_heads=kv_heads, head_dim=32, max_position_embeddings=2048,
         tie_word_embeddings=tied, bos_token_id=None, eos_token_id=None, pad_token_id=None,
         initializer_range=0.5, dtype="float32",
     )  # fmt: skip

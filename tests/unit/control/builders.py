@@ -15,6 +15,8 @@ from weightsync_engine.protocol.messages import (
     EpochPhase,
     EpochState,
     Fence,
+    Halt,
+    Halted,
     InferenceFacts,
     JoinEpoch,
     PlanSummary,
@@ -154,13 +156,19 @@ class SimAgent:
                     self._phase(RoundPhase.TRANSFERRING)
                 else:
                     self._phase(RoundPhase.VERIFIED, seconds=0.5, content=self.content)
+            case Halt() if self.state.inference is not None:
+                beside = not self._in(request.epoch, request.round, RoundPhase.VERIFIED)
+                if "halt" not in self.hold:
+                    self._inference(halted=Halted(term=request.term, round=request.round))
+                if beside:
+                    self._inference(serving=False)
             case Commit() if self._in(request.epoch, request.round, RoundPhase.VERIFIED):
                 if "commit" not in self.hold:
                     self._phase(RoundPhase.COMMITTED)
                     if self.state.inference is not None:
                         self.update(
                             inference=self.state.inference.model_copy(
-                                update={"live_version": request.version, "torn": False}
+                                update={"live_version": request.version, "torn": False, "halted": None}
                             )
                         )
                     if self.state.trainer is not None:
@@ -170,8 +178,11 @@ class SimAgent:
             case Abort() if now and (now.epoch, now.round) == (request.epoch, request.round):
                 if now.phase not in (RoundPhase.COMMITTED, RoundPhase.COMMITTING):
                     self._phase(RoundPhase.ABORTED, problem=request.problem)
+                    self._inference(halted=None)
             case Admit() if self.state.inference and self.state.inference.live_version == request.version:
-                self._inference(serving=True)
+                halted = self.state.inference.halted
+                if halted is None or (request.term, request.after) >= (halted.term, halted.round):
+                    self._inference(serving=True, halted=None)
             case Fence():
                 self._inference(serving=False)
             case _:

@@ -29,6 +29,11 @@ class RealAgent(SimAgent):
         self.movers: dict[int, MoverState] = {}
         self.held: list[tuple[int, MoverTransfer]] = []
         self.flips: list[machine.Flip] = []
+        self.holds: list[machine.Hold] = []
+        self.standing = False
+        """The scheduler stands still."""
+        self.running = False
+        """Requests that were let in once and never end by themselves."""
         self.snapshot: Published | None = None
         self.begin(state.boot_id)
 
@@ -47,7 +52,8 @@ class RealAgent(SimAgent):
             trainer_world=trainer.world_size if trainer else 0,
         )
         self.session = machine.Session(pod=pod)
-        self.held, self.flips, self.movers = [], [], {}
+        self.held, self.flips, self.holds, self.movers = [], [], [], {}
+        self.standing = self.running = False
         if inference is not None:
             self.see(machine.LiveObserved(None, False))
         for rank in range(pod.local_ranks):
@@ -61,6 +67,7 @@ class RealAgent(SimAgent):
 
     def show(self) -> None:
         self.revision += 1
+        self.running = self.running or self.session.guard.open
         self.state = machine.agent_state(self.session, self.revision)
 
     def see(self, event: machine.Event) -> None:
@@ -127,6 +134,16 @@ class RealAgent(SimAgent):
                 self.flips.append(effect)
                 if "commit" not in self.hold:
                     self.flip()
+            case machine.Hold():
+                self.holds.append(effect)
+                if "halt" not in self.hold:
+                    self.stand()
+            case machine.GoOn():
+                self.holds, self.standing = [], False
+            case machine.EndRequests():
+                self.holds, self.standing = [], False
+                self.running = self.session.guard.open
+                self.see(machine.RequestsEnded(effect.mark, None))
             case machine.AskDecision():
                 self.ask(effect)
             case _:
@@ -155,7 +172,19 @@ class RealAgent(SimAgent):
         flip = self.flips.pop(0)
         problem: Problem | None = self.fail.get("flip")
         live = self.session.live if problem else flip.version
+        if problem is None:
+            self.standing = False
         self.see(machine.FlipEnded(flip.epoch, flip.round, problem, live, False))
+
+    def stand(self) -> None:
+        hold = self.holds.pop(0)
+        problem: Problem | None = self.fail.get("halt")
+        self.standing = problem is None
+        self.see(machine.HoldEnded(hold.epoch, hold.round, problem))
+
+    @property
+    def generates(self) -> bool:
+        return not self.standing and (self.running or self.session.guard.open)
 
     def ask(self, ask: machine.AskDecision) -> None:
         lead = self.sim.agents["trainer-0"]
@@ -179,6 +208,8 @@ class RealAgent(SimAgent):
         held, self.held = self.held, []
         for rank, message in held:
             self.transfer(rank, message)
+        while self.holds:
+            self.stand()
         while self.flips:
             self.flip()
 

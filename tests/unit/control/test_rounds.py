@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.unit.control.builders import WALL, Sim
+from tests.unit.control.builders import WALL, Sim, pod_with
 
-from weightsync_engine.protocol.messages import EpochPhase, EpochState, Problem, RoundPhase
+from weightsync_engine.protocol.messages import (
+    EpochPhase,
+    EpochState,
+    FlipPolicy,
+    Prepare,
+    Problem,
+    RoundPhase,
+)
 from weightsync_operator import names
-from weightsync_operator.core.rounds import RoundRun, usable_host
+from weightsync_operator.api.types import MAX_EARLIER
+from weightsync_operator.core.members import AgentView
+from weightsync_operator.core.rounds import RoundRun, committed_version, usable_host
+from weightsync_operator.core.status import report
 
 
 def joined(**spec: Any) -> Sim:
@@ -102,6 +113,19 @@ def test_a_restarted_operator_rolls_a_recorded_decision_forward() -> None:
     assert sim.log == ["commit vllm-0", "commit vllm-1", "record finished step-2"]
     assert sim.memory.round is None
     assert any(event.startswith(names.EVENT_ROLLED_FORWARD) for event in sim.events)
+
+
+def test_a_trainers_agent_that_restarts_just_after_the_record_is_told_of_the_decision() -> None:
+    sim = at_version()
+    sim.publish("step-2", 2)
+    sim.run(lambda: sim.log[-1:] == ["record decision step-2"])
+    trainer = sim.agents["trainer-0"]
+    trainer.restart()
+    assert trainer.state.trainer is not None
+    trainer.update(trainer=trainer.state.trainer.model_copy(update={"committed": None}))
+    sim.log.clear()
+    sim.run(lambda: sim.committed("step-2"))
+    sim.run(lambda: "commit trainer-0" in sim.log, steps=3)
 
 
 def test_numbers_of_rounds_grow_over_a_restart_after_a_finished_decision() -> None:
@@ -397,11 +421,167 @@ def test_an_older_version_is_not_brought_again() -> None:
     assert "prepare vllm-0" not in sim.log
 
 
-def test_the_spec_may_ask_for_an_older_version() -> None:
-    sim = at_version("step-5")
-    sim.publish("step-4", 0)
-    sim.spec = sim.spec.model_validate({"trigger": {"type": "OnSpecVersion", "version": "step-4"}})
-    sim.run(lambda: sim.in_sync("step-4"))
+def asks_for(sim: Sim, version: str, **more: Any) -> None:
+    trigger = {"type": "OnSpecVersion", "version": version, **more}
+    sim.spec = sim.spec.model_validate({"trigger": trigger})
+
+
+def condition(sim: Sim, kind: str) -> Any:
+    decided = sim.decide()
+    shown = report(decided.memory, sim.observed(), decided.roster)
+    return next(c for c in shown.conditions if c.type == kind)
+
+
+@pytest.mark.parametrize("sequence", [0, 7])
+def test_the_spec_may_go_back_to_an_older_version_only_where_it_says_so(sequence: int) -> None:
+    """Whether the trainer still holds it, or has published it again."""
+    sim = at_version("step-4", pods=1)
+    if sequence == 7:
+        sim.publish("step-5", 5)
+        sim.run(lambda: sim.in_sync("step-5"))
+    served = committed_version(sim.facts)
+    back = "step-4" if sequence == 7 else "step-3"
+    sim.publish(back, sequence)
+    asks_for(sim, back)
+    for _ in range(5):
+        sim.step()
+    assert sim.memory.round is None and sim.live("vllm-0") == served
+    for kind, status in (("InSync", "False"), ("Ready", "False"), ("Stalled", "True")):
+        said = condition(sim, kind)
+        assert (said.status, said.reason) == (status, names.ROLLBACK_NOT_ALLOWED)
+        assert back in said.message and "allowRollback" in said.message
+    asks_for(sim, back, allowRollback=True)
+    sim.run(lambda: sim.in_sync(back))
+    assert condition(sim, "InSync").status == "True"
+    assert condition(sim, "Stalled").status == "False"
+
+
+def test_a_version_that_was_never_served_is_no_rollback() -> None:
+    sim = at_version("step-4")
+    sim.publish("step-5", 5)
+    asks_for(sim, "step-5")
+    sim.run(lambda: sim.in_sync("step-5"))
+
+
+def test_the_versions_served_before_are_recorded_with_the_decision_newest_first_and_not_without_end() -> None:
+    sim = at_version("step-1", pods=1)
+    for number in range(2, 41):
+        sim.publish(f"step-{number}", number)
+        sim.run(lambda: sim.in_sync(f"step-{number}"))  # noqa: B023
+    assert sim.facts.decision is not None
+    assert sim.facts.decision.earlier == tuple(f"step-{39 - i}" for i in range(MAX_EARLIER))
+
+
+# ---- the barrier -------------------------------------------------------------------------------------------
+
+
+def test_with_a_barrier_all_halt_before_the_decision_and_then_commit() -> None:
+    sim = at_version(flip={"strategy": "Barrier"})
+    sim.publish("step-2", 2)
+    sim.run(lambda: sim.committed("step-2"))
+    after = sim.log.index("transfer vllm-1")
+    assert sim.log[after + 1 :] == [
+        "halt vllm-0",
+        "halt vllm-1",
+        "read trainer-0",
+        "read vllm-0",
+        "read vllm-1",
+        "record decision step-2",
+        "commit trainer-0",
+        "commit vllm-0",
+        "commit vllm-1",
+        "record finished step-2",
+    ]
+
+
+def test_a_round_that_changes_nothing_for_those_in_sync_halts_nobody() -> None:
+    sim = at_version(flip={"strategy": "Barrier"})
+    sim.add("vllm-9")
+    sim.run(lambda: sim.in_sync("step-1"))
+    assert not [entry for entry in sim.log if entry.startswith("halt")]
+
+
+def test_whoever_does_not_halt_in_time_is_named_and_nothing_is_decided() -> None:
+    sim = at_version(flip={"strategy": "Barrier"}, deadlines={"commitSeconds": 10})
+    sim.agents["vllm-1"].hold = frozenset({"halt"})
+    sim.publish("step-2", 2)
+    sim.run(lambda: sim.memory.rounds[0].version == "step-2", seconds=1.0)
+    entry = sim.memory.rounds[0]
+    assert (entry.outcome, entry.culprit, entry.reason) == ("Aborted", "vllm-1", names.NOT_HALTED)
+    sim.step()
+    assert {"abort vllm-0", "abort vllm-1"} <= set(sim.log)
+    assert sim.live("vllm-0") == "step-1" and sim.serving("vllm-0")
+    sim.agents["vllm-1"].release()
+    sim.run(lambda: sim.in_sync("step-2"))
+
+
+def beside(sim: Sim) -> None:
+    """vllm-1 serves step-1, and the next epoch is built without it."""
+    sim.silent["vllm-1"] = sim.now
+    sim.now += 5
+    sim.publish("step-2", 2)
+    sim.run(lambda: sim.memory.round is not None and sim.memory.round.phase == "halt")
+
+
+def test_a_pod_beside_the_round_that_cannot_be_reached_holds_back_the_version_and_nobody_else() -> None:
+    sim = at_version(flip={"strategy": "Barrier"})
+    beside(sim)
+    for _ in range(20):
+        sim.step()
+    assert "halt vllm-0" not in sim.log, "nobody stands still for a pod that does not answer"
+    assert sim.facts.decision is not None and sim.facts.decision.version == "step-1"
+    assert "vllm-1" in condition(sim, "Reconciling").message
+    sim.run(lambda: sim.memory.rounds[0].version == "step-2", steps=900, seconds=1.0)
+    entry = sim.memory.rounds[0]
+    assert (entry.culprit, entry.reason) == ("vllm-1", names.NOT_HALTED)
+    assert "delete it if it is dead" in entry.message
+    sim.gone.add("vllm-1")
+    sim.run(lambda: sim.committed("step-2"))
+    assert sim.serving("vllm-0")
+
+
+def test_a_pod_beside_the_round_is_closed_before_the_others_flip_and_catches_up() -> None:
+    sim = at_version(flip={"strategy": "Barrier"})
+    beside(sim)
+    del sim.silent["vllm-1"]
+    sim.run(lambda: "record decision step-2" in sim.log)
+    assert not sim.serving("vllm-1")
+    order = dict.fromkeys(e for e in sim.log if e.startswith(("halt", "record d", "admit")))
+    assert list(order) == ["halt vllm-1", "halt vllm-0", "record decision step-2"]
+    sim.run(lambda: sim.in_sync("step-2"))
+
+
+def test_a_pod_that_starts_up_holds_back_nothing_with_a_barrier() -> None:
+    sim = at_version(flip={"strategy": "Barrier"})
+    observed = sim.observed
+
+    def with_newcomer() -> Any:
+        seen = observed()
+        starting = pod_with(None, "vllm-9", "inference", agent=AgentView(None))
+        return replace(seen, pods=(*seen.pods, starting))
+
+    sim.observed = with_newcomer  # type: ignore[method-assign]
+    sim.publish("step-2", 2)
+    sim.run(lambda: sim.committed("step-2"))
+
+
+def test_a_restarted_operator_ends_the_halt_of_an_undecided_round() -> None:
+    sim = at_version(flip={"strategy": "Barrier"})
+    sim.publish("step-2", 2)
+    sim.run(lambda: "halt vllm-0" in sim.log)
+    sim.restart_operator()
+    sim.log.clear()
+    sim.step()
+    assert {"abort vllm-0", "abort vllm-1"} <= set(sim.log)
+    sim.run(lambda: sim.in_sync("step-2"))
+
+
+def test_the_flip_policy_of_the_spec_goes_with_prepare() -> None:
+    sim = joined(flip={"requests": "Wait", "prefixCache": "Kept"})
+    sim.publish("step-1", 1)
+    decided = sim.step()
+    policies = [send.request.flip for send in decided.sends if isinstance(send.request, Prepare)]
+    assert policies == [FlipPolicy(requests="wait", prefix_cache="kept")] * 3
 
 
 def test_a_suspended_object_finishes_what_runs_and_starts_nothing() -> None:

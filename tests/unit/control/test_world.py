@@ -22,11 +22,17 @@ SPEC = {
 }
 
 
+BARRIER = {"flip": {"strategy": "Barrier"}}
+
+
 class Anything(RuleBasedStateMachine):
+    barrier = False
+
     @initialize(joined=st.booleans())
     def begin(self, joined: bool) -> None:
-        self.world = World(**SPEC)
-        if joined:
+        self.world = World(**SPEC, **(BARRIER if self.barrier else {}))
+        # With loaded weights an operator that is no longer the one may still open a new process: see below.
+        if joined or self.barrier:
             version = self.world.publish()
             self.world.run(lambda: self.world.in_sync(version))
 
@@ -92,7 +98,7 @@ class Anything(RuleBasedStateMachine):
     def a_pod_is_back(self, pod: str) -> None:
         self.world.cut.discard(pod)
 
-    @rule(pod=PODS, verb=st.sampled_from(["transfer", "commit"]))
+    @rule(pod=PODS, verb=st.sampled_from(["transfer", "halt", "commit"]))
     def a_pod_gets_slow(self, pod: str, verb: str) -> None:
         self.world.agents[pod].hold = frozenset({verb})
 
@@ -106,7 +112,7 @@ class Anything(RuleBasedStateMachine):
         self.world.lose_mover(pod)
         self.world.check()
 
-    @rule(pod=PODS, verb=st.sampled_from(["join", "transfer", "flip"]))
+    @rule(pod=PODS, verb=st.sampled_from(["join", "transfer", "halt", "flip"]))
     def something_fails_there(self, pod: str, verb: str) -> None:
         self.world.agents[pod].fail = {verb: Problem(reason="Broken", message="broken", rank=1)}
 
@@ -128,10 +134,17 @@ class Anything(RuleBasedStateMachine):
         world.run(lambda: world.in_sync(version), turns=400)
 
 
-Anything.TestCase.settings = settings(
+class AnythingWithBarrier(Anything):
+    """The same, and no two pods generate with different versions, whatever happens."""
+
+    barrier = True
+
+
+Anything.TestCase.settings = AnythingWithBarrier.TestCase.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestAnything = Anything.TestCase
+TestAnythingWithBarrier = AnythingWithBarrier.TestCase
 
 
 # ---- traces that break a plan without a durable decision ---------------------------------------------------

@@ -135,7 +135,9 @@ class World:
         for name, uid in self.uids.items():
             role = self.agents[name].template.role
             view = operator.views.get(uid, AgentView())
-            pods.append(pod_with(None, name, role, uid=uid, gate=self.gates.get(uid), agent=view))
+            ready = self.agents[name].session.guard.open
+            gate = self.gates.get(uid)
+            pods.append(pod_with(None, name, role, uid=uid, gate=gate, containers_ready=ready, agent=view))
         observed = Observed(
             uid="object", generation=1, spec=self.spec, facts=operator.facts, pods=tuple(pods), now=self.now,
             wall=WALL, new_key="k" * 64,
@@ -230,7 +232,9 @@ class World:
     def _nobody_is_sent_to_old_weights(self, operator: Operator) -> None:
         """After a turn of an operator that knows everything."""
         decision = self.facts.decision
-        if decision is None or operator.facts != self.facts or operator.memory.round is not None:
+        if decision is None or not decision.finished:
+            return  # the operator is still at it, or has only just begun
+        if operator.facts != self.facts or operator.memory.round is not None:
             return
         for name, agent in self.agents.items():
             if name not in self.cut and self.ready(name):
@@ -249,6 +253,9 @@ class World:
     # ---- what must never break -----------------------------------------------------------------------------
 
     def check(self) -> None:
+        if self.spec.barrier:
+            generate = {n: a.session.live for n, a in self.agents.items() if a.generates}
+            assert len(set(generate.values())) <= 1, f"different versions at the same time: {generate}"
         versions = {decision.version for decision in self.decided.values()}
         for name, agent in self.agents.items():
             session = agent.session

@@ -4,8 +4,13 @@ vLLM's CPU build replaces linear weights by packed copies after it has loaded th
 nothing can be written into the live model any more. This plugin
 (`VLLM_PLUGINS=weightsync,vllm_live_weights`) makes it keep the weights and compute with plain products, and
 pack experts at every call instead. On a GPU vLLM keeps its weights anyway.
+
+`VLLM_LIVE_WEIGHTS_STEP_SECONDS`, if set, is how long a step takes beyond its work: a tiny model is so fast that one
+server's request is over before a busy machine lets another server begin.
 """
 
+import os
+import time
 from typing import Any
 
 
@@ -30,6 +35,24 @@ def register() -> None:
         kind.process_weights_after_loading = _keep
         kind.apply = _apply
         kind.weightsync_keeps_weights = True
+    if seconds := float(os.environ.get("VLLM_LIVE_WEIGHTS_STEP_SECONDS", "0")):
+        _slow(seconds)
+
+
+def _slow(seconds: float) -> None:
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    step = WorkerWrapperBase.execute_model
+    if getattr(step, "slow", False):
+        return
+
+    def slow(self: Any, scheduler_output: Any) -> Any:
+        if scheduler_output.total_num_scheduled_tokens:
+            time.sleep(seconds)
+        return step(self, scheduler_output)
+
+    slow.slow = True  # type: ignore[attr-defined]
+    WorkerWrapperBase.execute_model = slow
 
 
 def _keep(self: Any, layer: Any) -> None:

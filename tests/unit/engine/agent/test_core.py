@@ -12,9 +12,12 @@ import pytest
 from weightsync_engine.agent import core as module
 from weightsync_engine.agent.core import AgentCore, RequestRefused
 from weightsync_engine.protocol.messages import (
+    Abort,
     Admit,
     Commit,
     EpochPhase,
+    FlipPolicy,
+    Halt,
     JoinEpoch,
     Prepare,
     Problem,
@@ -42,9 +45,17 @@ class FakeServer:
         self.fails: BaseException | Problem | None = None
         self.hangs = False
         self.mute = False
+        self.held = False
+        self.calls: list[str] = []
 
     async def flip(
-        self, object_uid: str, epoch: int, round: int, version: str, deadline_seconds: float
+        self,
+        object_uid: str,
+        epoch: int,
+        round: int,
+        version: str,
+        deadline_seconds: float,
+        policy: FlipPolicy,
     ) -> Problem | None:
         self.flips += 1
         if self.hangs:
@@ -52,8 +63,28 @@ class FakeServer:
         if isinstance(self.fails, BaseException):
             raise self.fails
         if self.fails is None:
-            self.version = version
+            self.version, self.held = version, False
         return self.fails
+
+    async def hold(self, policy: FlipPolicy, deadline_seconds: float) -> Problem | None:
+        self.calls.append("hold")
+        self.held = True
+        try:
+            if self.hangs:
+                await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.held = False
+            raise
+        return None
+
+    async def go_on(self) -> None:
+        self.calls.append("go on")
+        self.held = False
+
+    async def end_requests(self) -> Problem | None:
+        self.calls.append("end")
+        self.held = False
+        return None
 
     async def live(self) -> tuple[str | None, bool]:
         if self.mute:
@@ -202,6 +233,57 @@ async def test_a_decision_learnt_from_the_lead_is_carried_out(core: AgentCore, a
     verified(core, decide_by=0.02)
     await until(core, lambda: phase(core) is RoundPhase.COMMITTED)
     assert core.serving
+
+
+def halt(core: AgentCore, deadline: float = 60) -> None:
+    core.post(Halt(**WHO, epoch=1, round=1, deadline_seconds=deadline))
+
+
+async def halted(core: AgentCore) -> None:
+    await until(core, lambda: (facts := core.state().inference) is not None and facts.halted is not None)
+
+
+async def test_a_halted_server_stands_still_until_it_flips(core: AgentCore, server: FakeServer) -> None:
+    verified(core)
+    halt(core)
+    await halted(core)
+    assert server.held and core.serving
+    commit(core)
+    await until(core, lambda: phase(core) is RoundPhase.COMMITTED)
+    assert not server.held and core.serving
+    assert server.calls == ["hold"]
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_an_abort_lets_the_server_go_on_also_one_that_does_not_come_to_a_stop(
+    core: AgentCore, server: FakeServer, hangs: bool
+) -> None:
+    verified(core)
+    server.hangs = hangs
+    halt(core)
+    await until(core, lambda: server.held)
+    core.post(Abort(**WHO, epoch=1, round=1, problem=Problem(reason="Test", message="no more")))
+    await until(core, lambda: server.calls[-1] == "go on")
+    assert not server.held and core.serving
+
+
+async def test_a_halted_server_that_hears_nothing_ends_its_requests_and_stays_closed(
+    core: AgentCore, server: FakeServer
+) -> None:
+    verified(core)
+    halt(core, deadline=0.05)
+    await until(core, lambda: server.calls[-1:] == ["end"])
+    assert not server.held and not core.serving
+    await halted(core)
+
+
+async def test_an_agent_that_ends_leaves_no_server_halted(core: AgentCore, server: FakeServer) -> None:
+    verified(core)
+    halt(core)
+    await halted(core)
+    await core.close()
+    assert not server.held and not core.serving
+    assert server.calls[-1] == "end", "what runs there must not go on with the old weights"
 
 
 async def test_closing_ends_the_long_polls_and_stops_serving(core: AgentCore) -> None:

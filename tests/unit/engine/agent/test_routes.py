@@ -16,7 +16,7 @@ from weightsync_engine.agent.core import AgentCore
 from weightsync_engine.agent.credentials import TokenVerifier
 from weightsync_engine.agent.decision import url
 from weightsync_engine.agent.routes import routes
-from weightsync_engine.protocol.messages import REQUESTS, AgentState, Problem, Rendezvous
+from weightsync_engine.protocol.messages import REQUESTS, AgentState, FlipPolicy, Problem, Rendezvous
 from weightsync_engine.protocol.session import Pod, sign
 
 BOOT, UID, KEY = "boot-0123456789", "uid-1", "k" * 32
@@ -35,9 +35,26 @@ class FakeServer:
         self.torn = False
 
     async def flip(
-        self, object_uid: str, epoch: int, round: int, version: str, deadline_seconds: float
+        self,
+        object_uid: str,
+        epoch: int,
+        round: int,
+        version: str,
+        deadline_seconds: float,
+        policy: FlipPolicy,
     ) -> None:
         self.version = version
+
+    held = False
+
+    async def hold(self, policy: FlipPolicy, deadline_seconds: float) -> None:
+        pass
+
+    async def go_on(self) -> None:
+        pass
+
+    async def end_requests(self) -> None:
+        pass
 
     async def live(self) -> tuple[str | None, bool]:
         return self.version, self.torn

@@ -15,6 +15,7 @@ from weightsync_engine.protocol.messages import (
     Commit,
     EpochPhase,
     Fence,
+    Halt,
     JoinEpoch,
     Leave,
     Prepare,
@@ -30,9 +31,13 @@ from weightsync_engine.protocol.session import (
     ORDER,
     AskDecision,
     DecisionLearnt,
+    EndRequests,
     Event,
     Flip,
     FlipEnded,
+    GoOn,
+    Hold,
+    HoldEnded,
     KillMovers,
     LiveObserved,
     MoverLost,
@@ -40,6 +45,7 @@ from weightsync_engine.protocol.session import (
     OpenStore,
     Pod,
     Refused,
+    RequestsEnded,
     Session,
     StoreOpened,
     TellOutcome,
@@ -71,7 +77,7 @@ def requests(draw: st.DrawFn, trainer: bool) -> Addressed:
     epoch, round_ = draw(small), draw(small)
     verb = draw(
         st.sampled_from(
-            ["join", "prepare", "transfer", "commit", "commit", "abort", "admit", "fence", "leave"]
+            ["join", "prepare", "transfer", "halt", "commit", "commit", "abort", "admit", "fence", "leave"]
         )
     )
     if verb == "join":
@@ -86,13 +92,16 @@ def requests(draw: st.DrawFn, trainer: bool) -> Addressed:
         )
     if verb == "transfer":
         return Transfer(**who, epoch=epoch, round=round_, deadline_seconds=5)
+    if verb == "halt":
+        return Halt(**who, epoch=epoch, round=round_, deadline_seconds=4)
     if verb == "commit":
         version = version_of(epoch, round_)
         return Commit(**who, epoch=epoch, round=round_, version=version, deadline_seconds=5)
     if verb == "abort":
         return Abort(**who, epoch=epoch, round=round_, problem=BROKEN)
     if verb == "admit":
-        return Admit(**who, version=draw(st.sampled_from([None, version_of(epoch, round_)])))
+        version_ = draw(st.sampled_from([None, version_of(epoch, round_)]))
+        return Admit(**who, version=version_, after=draw(st.integers(0, 3)))
     return Fence(**who, problem=BROKEN) if verb == "fence" else Leave(**who, epoch=epoch)
 
 
@@ -119,7 +128,10 @@ def mover_reports(draw: st.DrawFn) -> MoverReported:
 def good_movers(draw: st.DrawFn) -> str:
     """What the rest of the world may do next: obey, the operator's natural next step, or fail."""
     kinds = (
-        ["obey"] * 3 + ["next"] * 6 + ["flip", "flip", "flip-fails", "flip-tears", "late", "alone", "asked"]
+        ["obey"] * 3
+        + ["next"] * 6
+        + ["halt", "stop", "stop", "stop fails", "end"]
+        + ["flip", "flip", "flip-fails", "flip-tears", "late", "alone", "asked"]
     )
     return draw(st.sampled_from([*kinds, "asked in vain", "commit now", "abort now", "look", "tear"]))
 
@@ -149,6 +161,11 @@ class World:
     torn: bool = False
     flip: Flip | None = None
     ask: AskDecision | None = None
+    stopping: tuple[Hold | EndRequests, ...] = ()
+    """What the server was told to do with its scheduler and has not done yet."""
+    standing: bool = False
+    running: bool = False
+    """Requests that were let in once: they never end by themselves."""
     told: frozenset[tuple[int, int]] = frozenset()
     """(epoch, round) whose commit was accepted or learnt."""
 
@@ -164,6 +181,39 @@ class World:
                 self.flip = effect
             if isinstance(effect, AskDecision):
                 self.ask = effect
+            if isinstance(effect, EndRequests | GoOn):
+                # A hold that is still under way is not waited for.
+                self.stopping = tuple(e for e in self.stopping if not isinstance(e, Hold))
+            if isinstance(effect, Hold | EndRequests):
+                self.stopping += (effect,)
+            if isinstance(effect, GoOn):
+                self.standing = False
+        self.running = self.running or session.guard.open
+        self.check_halt()
+
+    def stop(self, fails: bool) -> None:
+        """The next thing that the server was told to do with its scheduler."""
+        if not self.stopping or self.flip is not None:
+            return
+        effect, *rest = self.stopping
+        self.stopping = tuple(rest)
+        if isinstance(effect, Hold):
+            self.standing = not fails
+            self.event(HoldEnded(effect.epoch, effect.round, BROKEN if fails else None))
+        else:
+            self.standing = False
+            self.running = fails or self.session.guard.open
+            self.event(RequestsEnded(effect.mark, BROKEN if fails else None))
+
+    def check_halt(self) -> None:
+        session = self.session
+        mark, round_ = session.halt, session.round
+        if mark is not None and mark.step == "done" and session.pod.role == "inference":
+            assert self.standing or not self.running, "said to have halted, and generates"
+        if self.standing and not self.stopping:
+            assert round_ is not None and round_.held, "nobody will ever let the scheduler go on"
+            bounded = round_.flipping or round_.asking or round_.decide_by is not None
+            assert bounded, "the scheduler stands still without an end"
 
     def event(self, event: Event) -> None:
         self.take(*observe(self.session, event, self.now))
@@ -193,6 +243,12 @@ class World:
             self.step(self.next_request())
         elif step in ("flip", "flip-fails", "flip-tears"):
             self.end_flip(step)
+        elif step in ("stop", "stop fails", "end"):
+            self.stop(fails=step == "stop fails")
+        elif step == "halt":
+            if (round_ := self.session.round) is not None:
+                who = {"boot_id": BOOT, "object_uid": self.session.object_uid, "term": self.session.term}
+                self.step(Halt(**who, epoch=round_.epoch, round=round_.round, deadline_seconds=4))
         elif step in ("asked", "asked in vain"):
             if self.ask is not None:
                 ask, self.ask = self.ask, None
@@ -283,7 +339,7 @@ class World:
         if flip is None:
             return
         if how == "flip":
-            self.live, self.torn = flip.version, False
+            self.live, self.torn, self.standing = flip.version, False, False
         elif how == "flip-tears":
             self.torn = True
         problem = None if how == "flip" else BROKEN

@@ -14,6 +14,8 @@ from weightsync_engine.protocol.messages import (
     Commit,
     EpochPhase,
     Fence,
+    FlipPolicy,
+    Halt,
     JoinEpoch,
     Leave,
     Prepare,
@@ -25,6 +27,7 @@ from weightsync_engine.protocol.messages import (
     Transfer,
 )
 from weightsync_engine.protocol.mover import MoverEpoch, MoverRound, MoverState
+from weightsync_engine.protocol.names import PROTOCOL_VERSION
 from weightsync_engine.protocol.session import (
     ASK_AGAIN_SECONDS,
     Accepted,
@@ -34,9 +37,13 @@ from weightsync_engine.protocol.session import (
     DecisionLearnt,
     DecisionQuery,
     Effect,
+    EndRequests,
     Event,
     Flip,
     FlipEnded,
+    GoOn,
+    Hold,
+    HoldEnded,
     JoinMover,
     KillMovers,
     LeaveMovers,
@@ -47,6 +54,7 @@ from weightsync_engine.protocol.session import (
     OpenStore,
     Pod,
     Refused,
+    RequestsEnded,
     Session,
     StartTransfer,
     StoreFailed,
@@ -138,6 +146,15 @@ class Agent:
         request = {**self.address(), "epoch": epoch, "round": round, "problem": BROKEN}
         return self.send(Abort(**{**request, **changes}))
 
+    def halt(self, round: int = 1, epoch: int = 1, **changes: Any) -> str:
+        request = {**self.address(), "epoch": epoch, "round": round, "deadline_seconds": 8}
+        return self.send(Halt(**{**request, **changes}))
+
+    @property
+    def halted(self) -> tuple[int, int] | None:
+        facts = agent_state(self.session, 1).inference
+        return (facts.halted.term, facts.halted.round) if facts is not None and facts.halted else None
+
     def admit(self, version: str | None, **changes: Any) -> str:
         return self.send(Admit(**{**self.address(), "version": version, **changes}))
 
@@ -212,7 +229,7 @@ def test_a_request_for_another_process_is_refused(server: Agent) -> None:
 
 
 def test_an_operator_of_another_protocol_is_told_to_upgrade(server: Agent) -> None:
-    assert server.join(protocol=2) == "ProtocolMismatch"
+    assert server.join(protocol=PROTOCOL_VERSION + 1) == "ProtocolMismatch"
 
 
 def test_a_lower_term_is_refused_and_a_higher_one_accepted(server: Agent) -> None:
@@ -544,7 +561,9 @@ def test_a_transfer_past_its_deadline_kills_the_movers_and_names_where_they_stoo
     server.wait(21)
     assert server.phase is RoundPhase.FAILED
     assert server.session.round is not None and server.session.round.problem is not None
-    assert "rank 2 did not begin, rank 3 at step 3 of 9" in server.session.round.problem.message
+    message = server.session.round.problem.message
+    assert "rank 2 (pod vllm-0, worker 0) has not begun for 21 s" in message
+    assert "rank 3 (pod vllm-0, worker 1) has not finished step 4 of 9 for 21 s" in message
     assert server.session.epoch is not None and server.session.epoch.phase is EpochPhase.FAILED
     assert len(server.did(KillMovers)[0].movers) == 2
 
@@ -620,6 +639,24 @@ def test_an_agent_that_restarted_after_the_flip_says_committed(server: Agent) ->
 
 def test_an_agent_that_restarted_before_the_flip_refuses(server: Agent) -> None:
     assert server.commit() == "UnknownRound"
+
+
+def test_a_trainer_agent_that_restarted_and_has_joined_since_still_mirrors_the_decision(
+    trainer: Agent,
+) -> None:
+    trainer.movers()
+    assert trainer.join(epoch=5) == ""
+    assert trainer.commit(epoch=4) == ""
+    assert trainer.session.committed == "v1"
+    assert [(t.local_ranks, t.message.committed) for t in trainer.did(TellOutcome)] == [((0, 1), True)]
+    assert trainer.session.epoch is not None and trainer.session.epoch.request.epoch == 5
+    assert trainer.session.round is None
+    # Only once: what comes after is late, and of an older decision.
+    assert trainer.commit(epoch=3, version="v0") == "OlderEpoch"
+    # Also a mover that was not there at that moment hands it on.
+    trainer.see(MoverLost(1, "m1"))
+    trainer.movers(ranks=[1], mover_id="m9")
+    assert [(t.local_ranks, t.message.version) for t in trainer.did(TellOutcome)] == [((1,), "v1")]
 
 
 def test_a_trainer_agent_that_restarted_mirrors_the_decision(trainer: Agent) -> None:
@@ -816,6 +853,170 @@ def test_leave_goes_on_serving(server: Agent) -> None:
 def test_a_trainer_has_no_guard(trainer: Agent) -> None:
     assert trainer.admit("v1") == "WrongRole"
     assert trainer.send(Fence(**trainer.address(), problem=BROKEN)) == "WrongRole"
+
+
+# ---- the flip's policy, and the barrier ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("learnt", [False, True])
+def test_a_flip_follows_the_policy_of_its_prepare_however_its_decision_is_known(
+    server: Agent, learnt: bool
+) -> None:
+    policy = FlipPolicy(requests="wait", prefix_cache="kept")
+    server.to(RoundPhase.READY)
+    server.abort()
+    assert server.prepare(round=2, flip=policy) == ""
+    assert server.transfer(round=2) == ""
+    server.joined(round=server.mover_round(RoundPhase.VERIFIED, round=2))
+    if learnt:
+        server.wait(61)
+        server.see(DecisionLearnt(1, 2, "committed"))
+    else:
+        assert server.commit(round=2) == ""
+    assert [flip.policy for flip in server.did(Flip)] == [policy]
+
+
+def test_a_verified_member_halts_until_its_flip_and_says_so_only_once_it_stands_still(server: Agent) -> None:
+    server.admit(None)
+    server.to(RoundPhase.VERIFIED)
+    assert server.halt() == ""
+    assert len(server.did(Hold)) == 1
+    assert server.halted is None
+    assert server.halt() == "" and server.effects == []
+    server.see(HoldEnded(1, 1, None))
+    assert (server.halted, server.phase, server.session.guard.open) == ((1, 1), RoundPhase.VERIFIED, True)
+    assert server.commit() == ""
+    server.see(FlipEnded(1, 1, None, "v1", False))
+    assert (server.halted, server.phase, server.session.guard.open) == (None, RoundPhase.COMMITTED, True)
+    assert server.effects == []  # the flip itself let the scheduler go on
+    assert server.halt() == "OlderRound", "a late one stops nobody"
+
+
+def test_an_abort_lets_a_halted_member_go_on_with_what_it_has(server: Agent) -> None:
+    server.admit(None)
+    server.to(RoundPhase.VERIFIED)
+    server.halt()
+    server.see(HoldEnded(1, 1, None))
+    assert server.abort() == ""
+    assert server.did(GoOn) and server.session.guard.open
+    assert server.halted is None
+    assert server.halt() == "RoundOver"
+
+
+def test_a_scheduler_that_stops_after_the_round_was_aborted_goes_on(server: Agent) -> None:
+    server.to(RoundPhase.VERIFIED)
+    server.halt()
+    server.abort()
+    server.see(HoldEnded(1, 1, None))
+    assert server.did(GoOn)
+
+
+def test_a_member_that_cannot_stop_fails_the_round(server: Agent) -> None:
+    server.admit(None)
+    server.to(RoundPhase.VERIFIED)
+    server.halt()
+    server.see(HoldEnded(1, 1, BROKEN))
+    assert (server.phase, server.session.guard.open, server.halted) == (RoundPhase.FAILED, True, None)
+    assert server.session.round is not None and server.session.round.problem == BROKEN
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_halted_member_that_hears_nothing_asks_and_then_closes_and_ends_what_runs(
+    server: Agent, stopped: bool
+) -> None:
+    server.admit(None)
+    server.to(RoundPhase.VERIFIED)
+    server.halt()
+    if stopped:
+        server.see(HoldEnded(1, 1, None))
+    due = next_deadline(server.session)
+    assert due is not None and due <= server.now + 8, "not as long as a round without a barrier may take"
+    server.wait(8)
+    assert server.did(AskDecision)
+    assert server.session.guard.open
+    server.see(DecisionLearnt(1, 1, "unknown"))
+    assert server.did(EndRequests) == [EndRequests((1, 1))]
+    assert not server.session.guard.open
+    server.see(RequestsEnded((1, 1), None))
+    assert server.halted == (1, 1)
+    assert server.admit(None, after=1) == "Undecided"
+    assert server.commit() == "" and server.did(Flip)
+
+
+def test_a_halted_member_learns_the_decision_from_the_lead(server: Agent) -> None:
+    server.admit(None)
+    server.to(RoundPhase.VERIFIED)
+    server.halt()
+    server.see(HoldEnded(1, 1, None))
+    server.wait(8)
+    server.see(DecisionLearnt(1, 1, "aborted"))
+    assert server.did(GoOn) and server.session.guard.open
+
+
+def test_a_flip_that_fails_on_a_halted_member_ends_what_runs(server: Agent) -> None:
+    server.admit(None)
+    server.to(RoundPhase.VERIFIED)
+    server.halt()
+    server.see(HoldEnded(1, 1, None))
+    server.commit()
+    server.see(FlipEnded(1, 1, BROKEN, None, False))
+    assert server.did(EndRequests) and not server.session.guard.open
+    assert server.commit() == "" and server.did(Flip)
+
+
+def test_an_epoch_waits_until_a_halted_round_is_settled(server: Agent) -> None:
+    server.to(RoundPhase.VERIFIED)
+    server.halt()
+    assert server.join(epoch=2) == "Halted"
+    server.wait(8)
+    server.see(DecisionLearnt(1, 1, "unknown"))
+    assert server.join(epoch=2) == ""
+    assert server.session.halt is not None, "no late word may open it for the old weights"
+
+
+def test_leaving_the_object_lets_a_halted_member_go_on(server: Agent) -> None:
+    server.admit(None)
+    server.to(RoundPhase.VERIFIED)
+    server.halt()
+    assert server.send(Leave(**server.address(), epoch=1)) == ""
+    assert server.did(GoOn) and server.session.guard.open and server.session.halt is None
+
+
+def test_a_pod_beside_the_round_closes_ends_what_runs_and_opens_when_the_round_is_over(server: Agent) -> None:
+    server.admit(None)
+    assert server.halt(round=7, epoch=3) == ""
+    assert server.did(CloseGuard) and server.did(EndRequests) == [EndRequests((1, 7))]
+    assert server.halted is None
+    server.see(RequestsEnded((1, 6), None))
+    assert server.halted is None, "what ended was begun for another round"
+    server.see(RequestsEnded((1, 7), None))
+    assert server.halted == (1, 7)
+    assert server.admit(None, after=6) == "Halted", "said before the round was decided"
+    assert server.admit(None, after=7) == ""
+    assert server.halt(round=7, epoch=3) == "OlderRound", "a late one stops nobody"
+    assert server.session.guard.open
+
+
+def test_the_word_of_a_later_operator_opens_a_pod_that_an_earlier_one_halted(server: Agent) -> None:
+    server.admit(None)
+    server.halt(round=7, epoch=3)
+    assert server.admit(None, term=2, after=0) == ""
+
+
+def test_requests_that_could_not_be_ended_are_ended_when_asked_again(server: Agent) -> None:
+    server.admit(None)
+    server.halt(round=7, epoch=3)
+    server.see(RequestsEnded((1, 7), BROKEN))
+    assert server.halted is None
+    assert server.halt(round=7, epoch=3) == ""
+    assert server.did(EndRequests)
+
+
+def test_only_a_verified_member_or_a_pod_beside_the_round_is_halted(server: Agent, trainer: Agent) -> None:
+    server.to(RoundPhase.TRANSFERRING)
+    assert server.halt() == "NotVerified"
+    trainer.to(RoundPhase.VERIFIED)
+    assert trainer.halt() == "WrongRole"
 
 
 def test_no_key_is_in_what_is_printed(server: Agent) -> None:

@@ -37,9 +37,21 @@ def test_a_peer_in_its_step_before_counts_as_present(stores):
 def test_a_peer_that_stays_behind_is_named(stores):
     a, _ = Presence(stores[0], "r", [0, 1]), Presence(stores[1], "r", [0, 1])
     a.enter(0, [1], 5)
-    with pytest.raises(PeerFailure, match="rank 1 did not come to step 1") as caught:
+    with pytest.raises(PeerFailure, match=r"rank 1 has not started step 1 for 0\.2 s") as caught:
         a.enter(1, [1], 0.2)
     assert (caught.value.problem.reason, caught.value.problem.rank) == ("PeerLate", 1)
+
+
+def test_a_late_peer_is_told_by_rank_pod_step_and_time(stores):
+    stores[1].introduce("pod vllm-1, worker 1")
+    stores[0].steps = 399
+    a, _ = Presence(stores[0], "r", [0, 131]), Presence(stores[1], "r", [0, 131])
+    a.enter(0, [1], 5)
+    with pytest.raises(PeerFailure) as caught:
+        a.enter(1, [1], 0.2)
+    assert caught.value.problem.message.startswith(
+        "rank 1 (pod vllm-1, worker 1) has not started step 1 of 399 for 0.2 s: its mover is frozen"
+    )
 
 
 def test_a_peer_that_never_says_a_word_is_named(stores):
@@ -66,7 +78,7 @@ def test_the_rank_that_the_late_peer_itself_waits_for_is_named(stores):
     deadline = time.monotonic() + 5
     while b'"waits_for": 2' not in stores[0].get("at/r/1", 1, deadline, "position"):
         assert time.monotonic() < deadline
-    with pytest.raises(PeerFailure) as caught:
+    with pytest.raises(PeerFailure, match="rank 2 has not started step 1 for") as caught:
         a.enter(1, [1], 0.1)
     assert caught.value.problem.rank == 2
     waiting.join(10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ GENERATING = [
 
 class Gate:
     def __init__(self) -> None:
+        self.running: set[asyncio.Task[Any]] = set()
         self.answer: Verdict | None = Verdict(False, "waiting for the operator")
         self.routes = Starlette(
             routes=[
@@ -85,6 +87,32 @@ def test_an_open_guard_lets_through_and_says_the_version(client: TestClient, gat
     gate.answer = Verdict(True, version="step-7")
     answer = client.post("/v1/completions")
     assert (answer.status_code, answer.text, answer.headers[HEADER]) == (200, "tokens", "step-7")
+
+
+async def test_whoever_answers_a_request_is_known_until_its_last_word_and_can_be_cut_off(gate: Gate) -> None:
+    gate.answer = Verdict(True, version="step-7")
+    sent: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message["type"])
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    scope = {"type": "http", "path": "/v1/completions", "method": "POST"}
+    answering = asyncio.create_task(Guard(app, lambda: gate)(scope, receive, send))
+    while not sent:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    assert gate.running == {answering}
+    for task in set(gate.running):
+        task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await answering
+    assert not gate.running
 
 
 def test_a_websocket_is_closed_while_the_guard_is(client: TestClient, gate: Gate) -> None:

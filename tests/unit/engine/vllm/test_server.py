@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from weightsync_engine.protocol.messages import FlipPolicy
+from weightsync_engine.vllm import server as module
 from weightsync_engine.vllm.server import VllmServer
 
 
@@ -34,11 +36,11 @@ class FakeCore:
             raise RuntimeError(f"{name} failed")
 
     async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
-        assert (mode, clear_cache) == ("keep", False), (
-            "running requests and their caches are not dropped by a pause"
-        )
+        assert not clear_cache, "what becomes of the caches is no matter of a pause"
+        if mode != "wait":
+            self.paused = True
+        await self._called("pause" if mode == "keep" else mode)
         self.paused = True
-        await self._called("pause")
 
     async def resume_scheduler_async(self) -> None:
         await self._called("resume")
@@ -96,8 +98,13 @@ def server(core: FakeCore) -> VllmServer:
     return VllmServer(core, 2)
 
 
-async def flip(server: VllmServer, seconds: float = 5.0) -> Any:
-    return await server.flip("uid", 3, 7, "step-7", seconds)
+KEEP = FlipPolicy()
+WAIT = FlipPolicy(requests="wait")
+ABORT = FlipPolicy(requests="abort")
+
+
+async def flip(server: VllmServer, seconds: float = 5.0, policy: FlipPolicy = KEEP) -> Any:
+    return await server.flip("uid", 3, 7, "step-7", seconds, policy)
 
 
 async def test_the_prefix_cache_is_emptied_once_after_the_copy_and_before_the_scheduler_goes_on(
@@ -221,3 +228,132 @@ async def test_a_problem_of_one_worker_is_the_servers(core: FakeCore, server: Vl
     await server.describe()
     assert server.problem is not None
     assert server.problem.message == "worker 1: 1 of 9 parameters cannot be updated"
+
+
+# ---- what becomes of requests and caches -------------------------------------------------------------------
+
+
+async def test_requests_are_waited_for_or_ended_as_the_policy_says(
+    core: FakeCore, server: VllmServer
+) -> None:
+    assert await flip(server, policy=WAIT) is None
+    assert core.calls == ["wait", "flip", "label", "reset", "resume"]
+    core.calls.clear()
+    assert await flip(server, policy=ABORT) is None
+    assert core.calls == ["abort", "flip", "label", "reset", "resume"]
+
+
+async def test_a_prefix_cache_that_is_to_be_kept_is_not_touched(core: FakeCore) -> None:
+    server = VllmServer(core, 2, encoder_cache=True)
+    assert await flip(server, policy=FlipPolicy(prefix_cache="kept")) is None
+    assert core.calls == ["pause", "flip", "label", "resume"]
+
+
+async def test_requests_without_an_end_fail_the_flip_in_time_and_the_old_version_goes_on(
+    core: FakeCore, server: VllmServer
+) -> None:
+    core.hang.add("wait")
+    problem = await asyncio.wait_for(flip(server, 0.1, WAIT), 2.0)
+    assert problem.reason == "RequestsRunning"
+    assert "Wait" in problem.message and "commitSeconds" in problem.message
+    # vLLM cannot take back a pause that waits; one that keeps requests takes its place, and that one it can.
+    assert core.calls == ["wait", "pause", "resume"]
+    assert (core.label, core.paused) == ("default", False)
+
+
+async def test_a_flip_that_is_cancelled_while_it_waits_goes_on(core: FakeCore, server: VllmServer) -> None:
+    core.hang.add("wait")
+    task = asyncio.create_task(flip(server, policy=WAIT))
+    while "wait" not in core.calls:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert core.calls[-1] == "resume" and not core.paused
+
+
+# ---- standing still for a barrier --------------------------------------------------------------------------
+
+
+async def test_a_held_server_stands_still_until_its_flip(core: FakeCore, server: VllmServer) -> None:
+    assert await server.hold(KEEP, 5.0) is None
+    assert await server.hold(KEEP, 5.0) is None
+    assert core.calls == ["pause"] and core.paused
+    assert await flip(server) is None
+    assert core.calls == ["pause", "flip", "label", "reset", "resume"]
+    await server.go_on()
+    assert core.calls[-1] == "resume" and core.calls.count("resume") == 1
+
+
+async def test_a_held_server_goes_on_when_told(core: FakeCore, server: VllmServer) -> None:
+    await server.hold(ABORT, 5.0)
+    await server.go_on()
+    assert core.calls == ["abort", "resume"]
+
+
+@pytest.mark.parametrize("step", ["flip", "label", "reset"])
+async def test_a_flip_that_fails_leaves_a_held_server_still_until_its_requests_are_ended(
+    core: FakeCore, server: VllmServer, step: str
+) -> None:
+    await server.hold(KEEP, 5.0)
+    core.hang.add(step)
+    assert (await flip(server, 0.05)).reason == "FlipTimeout"
+    assert core.paused, "what runs would go on with the old weights"
+    assert await server.end_requests() is None
+    assert core.calls[-3:] == ["abort", "abort", "resume"] and not core.paused
+
+
+@pytest.mark.parametrize("how", ["hangs", "fails", "cancelled"])
+async def test_a_server_that_cannot_be_held_goes_on(core: FakeCore, server: VllmServer, how: str) -> None:
+    (core.fail if how == "fails" else core.hang).add("pause")
+    task = asyncio.create_task(server.hold(KEEP, 60.0 if how == "cancelled" else 0.05))
+    if how == "cancelled":
+        while "pause" not in core.calls:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        task.cancel()
+    (result,) = await asyncio.gather(task, return_exceptions=True)
+    assert result is not None
+    assert core.calls[-1] == "resume" and not core.paused
+
+
+async def test_requests_that_do_not_end_by_themselves_are_cut_off_before_the_scheduler_goes_on(
+    core: FakeCore, server: VllmServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that does not read, or a request that has passed the guard and not yet reached the engine."""
+    monkeypatch.setattr(module, "END_SECONDS", 0.05)
+    seen: list[bool] = []
+
+    async def answer() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            seen.append(core.paused)
+
+    task = asyncio.create_task(answer())
+    server.running.add(task)
+    task.add_done_callback(server.running.discard)
+    await server.hold(KEEP, 5.0)
+    assert await server.end_requests() is None
+    assert seen == [True] and not core.paused
+
+
+async def test_requests_that_cannot_be_ended_are_told_and_the_scheduler_goes_on(
+    core: FakeCore, server: VllmServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "END_SECONDS", 0.05)
+    enough = asyncio.Event()
+
+    async def answer() -> None:
+        while not enough.is_set():
+            try:
+                await enough.wait()
+            except asyncio.CancelledError:
+                continue
+
+    task = asyncio.create_task(answer())
+    server.running.add(task)
+    problem = await server.end_requests()
+    assert problem is not None and problem.reason == "RequestsRunning"
+    assert not core.paused
+    enough.set()
+    await task
