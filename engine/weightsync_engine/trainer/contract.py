@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, Self
 
 import torch
@@ -132,11 +133,15 @@ class ModelSource(WeightSource):  # type: ignore[misc]
     def __init__(self, model: nn.Module, *, names: Names = None, dtype: WireDtype = None) -> None:
         self.model, self.names, self.dtype = model, names, dtype
 
-    def metadata(self) -> list[ParamMeta]:
+    def _declared(self) -> list[ParamMeta]:
         merged = merge([[held.describe() for held in self._held()]])
         return [ParamMeta(s.name, getattr(torch, s.dtype), s.shape) for s in merged]
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+    # vLLM 0.32 calls `metadata` and iterates the source, 0.33 reads it and asks for `iter_full`.
+    metadata = cached_property(_declared) if isinstance(WeightSource.metadata, property) else _declared
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each parameter whole, gathered from its ranks: a collective."""
         held = {h.name: h for h in self._held()}
         at, whole = "", torch.empty(0)
         for source in merge([[h.describe() for h in held.values()]]):
@@ -146,6 +151,9 @@ class ModelSource(WeightSource):  # type: ignore[misc]
             for dim, (start, extent) in enumerate(zip(source.region.start, source.region.shape, strict=True)):
                 region = region.narrow(dim, start, extent)
             yield source.name, region.reshape(source.shape).to(getattr(torch, source.dtype))
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.iter_full()
 
     def _held(self) -> list[Held]:
         return Sources(self.model, self.names, self.dtype).held()
@@ -204,6 +212,7 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[m
         self, init_info: TrainerInit, client: VLLMWeightSyncClient, source: WeightSource | None
     ) -> None:
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)
+        self.rank = init_info.rank
         if (
             isinstance(client, Servers)
             and client.workers != init_info.world_size - init_info.num_trainer_ranks
