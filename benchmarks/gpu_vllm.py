@@ -46,8 +46,9 @@ from weightsync_engine.trainer.contract import unique_id
 
 PROMPT = decoding.PROMPT
 SECONDS = 60.0
-TRANSFER_SECONDS = 5
-"""The round's own deadline, from which recovery is counted."""
+TRANSFER_SECONDS = 15
+"""The round's own deadline; a peer that does nothing for a third of it is given up. The first steps of new processes
+that share a GPU can take seconds."""
 SPEC = {
     "trigger": {"type": "OnPublish"},
     "deadlines": {"joinSeconds": 60, "prepareSeconds": 20, "transferSeconds": TRANSFER_SECONDS, "commitSeconds": 20},

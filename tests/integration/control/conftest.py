@@ -129,6 +129,12 @@ def operator(_process: Operator) -> Iterator[Operator]:
     assert "Traceback" not in log
 
 
+@pytest.fixture
+def no_operator(_process: Operator) -> None:
+    """None writes to objects while the test does."""
+    _process.stop()
+
+
 class World:
     """One namespace with one object, its pods and their agents."""
 

@@ -42,7 +42,7 @@ BIT, SWAP, HALF = (
         (5, HALF, {"0.q"}, {4}),
         (0, Damage("bit", "0.o"), {"0.o"}, {2}),
         (1, Damage("experts", "1.expert.0", "1.expert.1"), {"1.expert.0", "1.expert.1"}, {2}),
-        (1, Damage("half", "1.v"), {"1.v"}, {2}),
+        (1, Damage("half", "0.v"), {"0.v"}, {2}),
     ],
     ids=[
         f"{what} in {where}"
