@@ -361,7 +361,11 @@ class Epoch:
         store, transport, steps = self._store, self._transport, self._steps
         assert store is not None and transport is not None and steps is not None
         sending = self.rank < self.request.trainer_ranks
-        presence = Presence(store, scope, [step.index for step in steps])
+        # Peers must look for each other at the same steps, so only what all ranks know decides which: a rank's share
+        # of a step may be another one's half.
+        every = max(transport.check_bytes // self._envelope.max_local_bytes, 1)
+        looked_at = [step.index for step in steps if step.index % every == 0]
+        presence = Presence(store, scope, looked_at)
         now = self.progress
         now["steps"] = len(steps)
         now["bytes_total"] = sum(
@@ -374,14 +378,14 @@ class Epoch:
             progress(**now)
 
         begun: deque[int] = deque()
-        unseen = 0
+        looks = 0
 
         def finish() -> None:
             turn = begun.popleft()
             try:
                 transport.finish(min(stall, max(deadline - time.monotonic(), 0.0)), moved)
             except PeerFailure as e:
-                raise presence.judge(turn, e) from e
+                raise presence.judge(steps[turn].index, e) from e
             now["step"] = turn + 1
             check_cancelled(lambda: self.cancelled)
 
@@ -394,17 +398,16 @@ class Epoch:
                     "raise it",
                     self.rank,
                 )
-            if unseen == 0 or unseen >= transport.check_bytes:
+            if looks < len(looked_at) and looked_at[looks] == step.index:
                 # A partner stuck in an exchange finds out after `stall`; who only waits for it gives it that
                 # time.
-                presence.enter(turn, step.peers, min(stall * 1.5, left))
+                presence.enter(looks, step.peers, min(stall * 1.5, left))
+                looks += 1
                 whole = whole and (not sending or self._slab.read_stamp() == stamp)
-                unseen = 0
-            unseen += max(step.local_bytes, 1)
             try:
                 transport.begin(step, self._local)
             except PeerFailure as e:
-                raise presence.judge(turn, e) from e
+                raise presence.judge(steps[turn].index, e) from e
             begun.append(turn)
             if len(begun) >= transport.depth:
                 finish()

@@ -51,7 +51,7 @@ class Transport(ABC):
     depth: ClassVar[int]
     """How many steps may have begun before the first of them must be finished."""
     check_bytes: ClassVar[int]
-    """About so many bytes are begun before peers are looked for again: looking costs round trips."""
+    """About so many bytes of the largest share lie between two looks for peers: looking costs round trips."""
 
     @abstractmethod
     def __init__(self, store: EpochStore, rank: int, world: int, host: str, deadline: float) -> None:

@@ -22,7 +22,8 @@ SETTLE_SECONDS = 0.5
 
 
 class Presence:
-    """The positions of this rank and its peers in one round. `own` are the steps this rank takes part in."""
+    """The positions of this rank and its peers in one round. `own` are the steps this rank takes part in and before
+    which peers look for each other; all that take part in a step must look, or none."""
 
     def __init__(self, store: EpochStore, scope: str, own: Sequence[int]) -> None:
         self._store = store
@@ -80,9 +81,8 @@ class Presence:
             culprit,
         )
 
-    def judge(self, turn: int, failure: PeerFailure) -> PeerFailure:
-        """Who is to blame for a failed exchange in this rank's step number `turn`: perhaps not the peer it
-        names.
+    def judge(self, step: int, failure: PeerFailure) -> PeerFailure:
+        """Who is to blame for a failed exchange in a step of the plan: perhaps not the peer it names.
 
         The peer may itself have waited in vain for a third rank, and may be closing its connections for that.
         So all ranks that wait say for whom, and after a moment each follows the chain to its end.
@@ -90,7 +90,7 @@ class Presence:
         peer = failure.problem.rank
         if failure.problem.reason not in ("PeerLate", "PeerLost") or peer is None:
             return failure
-        self._say(self._own[turn], self._own[turn] + 1, peer, inside=True)
+        self._say(step, step + 1, peer, inside=True)
         # Those whose connection broke wait longer: the rank that broke it has more to tell, if it lives.
         until = time.monotonic() + (
             SETTLE_SECONDS if failure.problem.reason == "PeerLate" else 3 * SETTLE_SECONDS

@@ -21,6 +21,7 @@ from weightsync_engine.protocol.messages import Rendezvous
 from weightsync_engine.protocol.mover import MoverJoin, MoverTransfer
 from weightsync_engine.protocol.names import ENV_STEP_BYTES
 from weightsync_engine.transport.base import Failure
+from weightsync_engine.transport.gloo import GlooTransport
 from weightsync_engine.transport.store import EpochStore, open_store
 
 WORLD = TRAINERS + SERVERS * TP
@@ -125,6 +126,18 @@ def test_a_worker_whose_model_differs_is_named_on_all_ranks_before_anything_move
 def test_a_trainer_rank_that_sees_other_parameters_than_rank_0_is_named(world):
     problem = the_one_problem(world(changed={1: {"dtype": "float32"}}).join())
     assert (problem.reason, problem.rank) == ("SourcesDiffer", 1)
+
+
+def test_ranks_with_unlike_shares_look_for_each_other_at_the_same_steps(world, monkeypatch):
+    # Two trainers send a worker a whole each time: by what each has moved itself they would look at unlike steps, and
+    # wait for each other for ever.
+    monkeypatch.setenv(ENV_STEP_BYTES, "64")
+    monkeypatch.setattr(GlooTransport, "check_bytes", 4 * 64)
+    made = world()
+    plans = made.join()
+    assert plans[0].steps > 20
+    made.publish("step-1")
+    assert set(made.transfer("step-1").values()) == {None}
 
 
 def test_a_rank_with_another_key_is_refused_by_all(world):
