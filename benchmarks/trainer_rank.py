@@ -75,7 +75,7 @@ class Rank:
     def publish(self, version: str, scale: float) -> dict[str, Any]:
         self.scale(scale)
         start = time.perf_counter()
-        self._publisher.publish(version)
+        self._publisher.publish(version, on_busy="wait")
         host = time.perf_counter()
         self.synchronize()
         return {
