@@ -432,7 +432,8 @@ class AgentCore:
                 )
             except TimeoutError:
                 message = (
-                    f"pod {self.session.pod.name} did not stop its scheduler in {hold.deadline_seconds:g} s"
+                    f"pod {self.session.pod.name} did not stop its scheduler in {hold.deadline_seconds:g} s: "
+                    "look at its log; a worker that hangs needs a restart of the pod"
                 )
                 problem = Problem(reason="HaltTimeout", message=message)
             except Exception as e:
@@ -452,7 +453,9 @@ class AgentCore:
             try:
                 problem = await asyncio.wait_for(self._server.end_requests(), END_SECONDS)
             except TimeoutError:
-                message = f"pod {self.session.pod.name} did not end its requests in {END_SECONDS:g} s"
+                message = (
+                    f"pod {self.session.pod.name} did not end its requests in {END_SECONDS:g} s: restart it"
+                )
                 problem = Problem(reason="HaltTimeout", message=message)
             except Exception as e:
                 log.exception("ending the requests failed")

@@ -126,11 +126,6 @@ class Digests:
         return [sums[at] for at in range(len(self._held))]
 
 
-def box_digests(held: Iterable[tuple[torch.Tensor, Box, tuple[int, ...]]]) -> list[int]:
-    """`Digests`, once."""
-    return Digests(held).sums()
-
-
 def _on_host(held: list[tuple[torch.Tensor, Dims]]) -> list[int]:
     sums: list[int] = []
     batches: dict[tuple[int, torch.device], _Batch] = {}

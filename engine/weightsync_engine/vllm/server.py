@@ -139,7 +139,7 @@ class VllmServer:
                 self.held = False
                 await self._resume()
             if self.running:
-                message = f"{len(self.running)} requests cannot be ended"
+                message = f"{len(self.running)} requests cannot be ended: restart this server"
                 return Problem(reason="RequestsRunning", message=message)
             return None
 
