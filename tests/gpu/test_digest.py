@@ -71,7 +71,8 @@ def test_sixteen_gigabytes_take_a_few_reads_of_them(device, record_property):
     free, _ = torch.cuda.mem_get_info(device)
     elements = min(8 << 30, free // 4 // (1 << 26) * (1 << 26))
     data = torch.zeros(elements, dtype=torch.bfloat16, device=device)
-    parts = [units_of(p, [(0, p.numel(), p.numel())]) for p in data.chunk(399)]
+    # Aligned as a slab's tensors are: other memory takes the kernel's slow way.
+    parts = [units_of(p, [(0, p.numel(), p.numel())]) for p in data.split(elements // 399 // 128 * 128)]
     digests = cuda.Digests(parts, _sum)
     digests.sums()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -83,6 +84,6 @@ def test_sixteen_gigabytes_take_a_few_reads_of_them(device, record_property):
     ms = start.elapsed_time(end)
     record_property("digest", f"{data.nbytes / 1e9:.2f} GB in {ms:.2f} ms")
     print(
-        f"\ndigest of {data.nbytes / 1e9:.2f} GB in 399 parts: {ms:.2f} ms ({data.nbytes / ms / 1e6:.0f} GB/s)"
+        f"\ndigest of {data.nbytes / 1e9:.2f} GB in {len(parts)} parts: {ms:.2f} ms ({data.nbytes / ms / 1e6:.0f} GB/s)"
     )
-    assert ms < 60 * data.nbytes / 17e9 + 20
+    assert ms < 16 * data.nbytes / 17e9 + 2

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .tiles import Boxed, cut, fits
+from .tiles import TILE, Boxed, cut, fits
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +41,10 @@ def kernel() -> Kernel | None:
         made = Kernel(lambda boxes, device: Work.upload(cut(boxes), device), add_digests)
         out = torch.zeros(1, dtype=torch.int64, device="cuda")
         for width in (1, 2):
-            # Both variants: 20 000 elements are a whole tile and a rest.
-            data = torch.zeros(20_000 * width, dtype=torch.uint8, device="cuda")
-            boxes = [Boxed(data.data_ptr(), 20_000, ((0, 20_000, 20_000),), 0)]
+            # All kinds: a run of a whole tile and a rest, and rows of a whole tile.
+            data = torch.zeros((TILE + 1) * width, dtype=torch.uint8, device="cuda")
+            run, rows = ((0, TILE + 1, TILE + 1),), ((0, TILE // 8, TILE), (0, 8, 16))
+            boxes = [Boxed(data.data_ptr(), TILE + 1, run, 0), Boxed(data.data_ptr(), TILE, rows, 0)]
             made.launch(made.upload(boxes, data.device), width, out)
         torch.cuda.current_stream().synchronize()
     except Exception as e:

@@ -9,9 +9,13 @@ import torch
 import triton
 import triton.language as tl
 
-from .tiles import TILE, Tiles
+from .tiles import TILE, Kind, Tiles
 
-_BLOCK = 1024
+_BLOCKS = {Kind.RUN: 1024, Kind.ROWS: 1024, Kind.ANY: 1024}
+"""Units that one step of a tile's loop takes; measured on an H200."""
+_WARPS = {Kind.RUN: 4, Kind.ROWS: 4, Kind.ANY: 4}
+_RUN = tl.constexpr(int(Kind.RUN))
+_ROWS = tl.constexpr(int(Kind.ROWS))
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _MIX_2 = tl.constexpr(0x94D049BB133111EB)
@@ -19,6 +23,13 @@ _LANE_0 = tl.constexpr(0x9E3779B97F4A7C15)
 _LANE_1 = tl.constexpr(0xC2B2AE3D27D4EB4F)
 _LANE_2 = tl.constexpr(0x165667B19E3779F9)
 _LANE_3 = tl.constexpr(0x27D4EB2F165667C5)
+_MOD = 1 << 64
+_ONES = tl.constexpr((_LANE_0.value + _LANE_1.value + _LANE_2.value + _LANE_3.value) % _MOD)
+_BYTE_1 = tl.constexpr((_LANE_1.value - (_LANE_0.value << 8)) % _MOD)
+_BYTE_2 = tl.constexpr((_LANE_2.value - (_LANE_1.value << 8)) % _MOD)
+_BYTE_3 = tl.constexpr((_LANE_3.value - (_LANE_2.value << 8)) % _MOD)
+_HALF_1 = tl.constexpr((_LANE_1.value - (_LANE_0.value << 16)) % _MOD)
+_HALF_3 = tl.constexpr((_LANE_3.value - (_LANE_2.value << 16)) % _MOD)
 
 
 # No annotations but constants': Triton evaluates them.
@@ -45,21 +56,18 @@ def _lane(at):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _fours(data, at, GROUPS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """For each of the next GROUPS of four units, the sum over them of (unit + 1) times its lane's constant."""
-    group = tl.arange(0, GROUPS)
+def _fours(words, at, GROUPS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """For each of the next GROUPS of four units, the sum over them of (unit + 1) times its lane's constant.
+
+    Four units are one word `w` of 4 or 8 bytes, and the sum is taken of shifted words, without unpacking: units a, b of
+    16 bits in a word give `w * A + (w >> 16) * (B - (A << 16)) = a * A + b * B`.
+    """
+    w = tl.load(words + at // 4 + tl.arange(0, GROUPS))
     if WIDTH == 1:
-        lane = tl.arange(0, 4)
-        bits = tl.load(data + (at + group * 4)[:, None] + lane[None, :])
-        return tl.sum((bits.to(tl.uint64) + 1) * _lane(lane)[None, :], axis=1)
-    # Two units in a word of 32 bits, which is read and multiplied at once: w * a + (w >> 16) * (b - (a << 16)).
-    half = tl.arange(0, 2)
-    first = _lane(half * 2)
-    second = _lane(half * 2 + 1) - (first << 16)
-    words = tl.load(data.to(tl.pointer_type(tl.uint32)) + at // 2 + (group * 2)[:, None] + half[None, :])
-    products = words.to(tl.uint64) * first[None, :] + (words >> 16).to(tl.uint64) * second[None, :]
-    ones = tl.sum(_lane(tl.arange(0, 4)), axis=0)
-    return tl.sum(products, axis=1) + ones
+        w = w.to(tl.uint64)
+        return _ONES + w * _LANE_0 + (w >> 8) * _BYTE_1 + (w >> 16) * _BYTE_2 + (w >> 24) * _BYTE_3
+    low, high = w & 0xFFFFFFFF, w >> 32
+    return _ONES + low * _LANE_0 + (low >> 16) * _HALF_1 + high * _LANE_2 + (high >> 16) * _HALF_3
 
 
 @triton.jit
@@ -69,10 +77,10 @@ def _digest(  # type: ignore[no-untyped-def]
     within_of,
     out,
     first,
+    KIND: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
-    WHOLE: tl.constexpr,
 ):
     tile = tl.program_id(0) + first
     row = rows + tl.load(box_of + tile).to(tl.int64) * 7
@@ -89,57 +97,59 @@ def _digest(  # type: ignore[no-untyped-def]
     else:
         data = address.to(tl.pointer_type(tl.uint16))
     data += begin
-    if WHOLE:
-        data = tl.multiple_of(data, 16)
-    one_run = extent == 0
-    # Of the tile's first element: its row and its place in that row.
-    if one_run:
-        base = begin + start
-        outer_row = base * 0
-        within = 0
-        length = 1
+    if WIDTH == 1:  # noqa: SIM108
+        words = data.to(tl.pointer_type(tl.uint32))
     else:
-        outer_row = begin // extent + outer
-        base = start
-        within = (begin % extent).to(tl.int32)
-        length = extent.to(tl.int32)
-    if WHOLE and (base | within | extent | whole) % 4 == 0:
-        # Every four neighbours in memory are neighbours in the parameter, and share their key.
+        words = data.to(tl.pointer_type(tl.uint64))
+    words = tl.multiple_of(words, 16)
+    if KIND == _RUN:
         GROUPS: tl.constexpr = BLOCK // 4
         group = tl.arange(0, GROUPS)
         sums = tl.zeros([GROUPS], dtype=tl.uint64)
-        # A loop for each case: a branch inside one costs several times what the arithmetic does.
-        if one_run:
-            for at in range(0, TILE, BLOCK):
-                sums += _fours(data, at, GROUPS, WIDTH) * _key((base + at) // 4 + group)
-        else:
-            for at in range(0, TILE, BLOCK):
-                place = (within + at) // 4 + group
-                down = place // (length // 4)
-                index = (outer_row + down) * (whole // 4) + (place - down * (length // 4)) + base // 4
-                sums += _fours(data, at, GROUPS, WIDTH) * _key(index)
+        base = (begin + start) // 4
+        for at in range(0, TILE, BLOCK):
+            sums += _fours(words, at, GROUPS, WIDTH) * _key(base + at // 4 + group)
+        tl.atomic_add(out + slot, tl.sum(sums, axis=0).to(tl.int64, bitcast=True))
+    elif KIND == _ROWS:
+        GROUPS: tl.constexpr = BLOCK // 4
+        group = tl.arange(0, GROUPS)
+        sums = tl.zeros([GROUPS], dtype=tl.uint64)
+        # Of the tile's first four: its row, and its place in that row.
+        length = (extent // 4).to(tl.int32)
+        outer_row = begin // extent + outer
+        within = ((begin % extent) // 4).to(tl.int32)
+        for at in range(0, TILE, BLOCK):
+            place = within + at // 4 + group
+            down = place // length
+            index = (outer_row + down) * (whole // 4) + (place - down * length) + start // 4
+            sums += _fours(words, at, GROUPS, WIDTH) * _key(index)
         tl.atomic_add(out + slot, tl.sum(sums, axis=0).to(tl.int64, bitcast=True))
     else:
         lanes = tl.arange(0, BLOCK)
         total = tl.zeros([BLOCK], dtype=tl.int64)
+        one_run = extent == 0
+        if one_run:
+            outer_row = begin * 0
+            within = 0
+            length = 1
+        else:
+            outer_row = begin // extent + outer
+            within = (begin % extent).to(tl.int32)
+            length = extent.to(tl.int32)
         for at in range(0, TILE, BLOCK):
             inside = at + lanes
-            if WHOLE:  # noqa: SIM108
-                bits = tl.load(data + inside)
-            else:
-                bits = tl.load(data + inside, mask=begin + inside < count, other=0)
+            here = begin + inside < count
+            bits = tl.load(data + inside, mask=here, other=0)
             if one_run:
-                index = base + inside
+                index = begin + start + inside
             else:
                 place = within + inside
                 down = place // length
-                index = (outer_row + down) * whole + (place - down * length) + base
+                index = (outer_row + down) * whole + (place - down * length) + start
             value = ((bits.to(tl.uint64) + 1) * (_key(index >> 2) * _lane(index & 3))).to(
                 tl.int64, bitcast=True
             )
-            if not WHOLE:
-                value = tl.where(begin + inside < count, value, 0)
-            total += value
+            total += tl.where(here, value, 0)
         tl.atomic_add(out + slot, tl.sum(total, axis=0))
 
 
@@ -150,21 +160,22 @@ class Work:
     rows: torch.Tensor
     box: torch.Tensor
     within: torch.Tensor
-    whole: int
+    counts: tuple[int, ...]
 
     @classmethod
     def upload(cls, tiles: Tiles, device: torch.device) -> Work:
         rows, box, within = (torch.from_numpy(a).to(device) for a in (tiles.rows, tiles.box, tiles.within))
-        return cls(rows, box, within, tiles.whole)
+        return cls(rows, box, within, tiles.counts)
 
 
 def add_digests(work: Work, width: int, out: torch.Tensor) -> None:
     """Add each box's sum to its slot of `out` (int64, on the boxes' device), on the current stream."""
-    launches = [(0, work.whole, True), (work.whole, len(work.box) - work.whole, False)]
     kernel: Any = _digest
-    for first, count, whole in launches:
+    first = 0
+    for kind, count in zip(Kind, work.counts, strict=True):
         if count:
             kernel[(count,)](
                 work.rows, work.box, work.within, out, first,
-                TILE=TILE, BLOCK=_BLOCK, WIDTH=width, WHOLE=whole, num_warps=4,
+                KIND=int(kind), TILE=TILE, BLOCK=_BLOCKS[kind], WIDTH=width, num_warps=_WARPS[kind],
             )  # fmt: skip
+        first += count
