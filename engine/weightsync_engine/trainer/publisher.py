@@ -169,6 +169,9 @@ class Publisher:
                 check_memory(Needs.of("snapshot", size, staging), place, WHAT_TO_DO)
             self._slab = Slab.create(size, place)
             self._views = {name: self._slab.tensor(place) for name, place in self._places.items()}
+            if place.type == "cuda":
+                # The driver loads a kernel at its first launch, and waits for the stream's earlier work to do so.
+                self._copy(held)
             self._layout = _layout(held)
             self._manifest = TrainerManifest(self._peers.rank, sources, dict(self._places))
             self._mover = MoverSupervisor(
@@ -336,14 +339,11 @@ class Publisher:
         while self._busy() and time.monotonic() < deadline:
             time.sleep(0.005)
 
-    @torch.no_grad()
     def _take(self, version: str, held: list[Held]) -> Handle:
         assert self._slab is not None and self._mover is not None
-        here = [h for h in held if h.name in self._views]
         last = self._handles.get(self._held_version or "")
         self._slab.begin_write()
-        # A cast, where the wire dtype differs, happens in the copy.
-        copy_all([self._views[h.name] for h in here], [h.local for h in here])
+        self._copy(held)
         handle = Handle(version)
         self._handles = {v: h for v, h in self._handles.items() if not h.done()}
         self._handles[version] = handle
@@ -356,6 +356,12 @@ class Publisher:
         if last is not None:
             last.superseded(f"version {version!r} took its place before a round carried it")
         return handle
+
+    @torch.no_grad()
+    def _copy(self, held: list[Held]) -> None:
+        """The weights into the snapshot; where the wire dtype differs, the copy casts."""
+        here = [h for h in held if h.name in self._views]
+        copy_all([self._views[h.name] for h in here], [h.local for h in here])
 
     def _on_outcome(self, outcome: MoverOutcome) -> None:
         """In the supervisor's thread: what the pod's agent says of a version."""
