@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 LIVE_EVERY_SECONDS = 15.0
 """How often an inference agent asks the workers what they hold, apart from every flip."""
+LOOK_SECONDS = 1.0
+"""How often an agent looks whether its movers are heard."""
 LIVE_SECONDS = 10.0
 """Deadline of that question."""
 FLIP_GRACE_SECONDS = 5.0
@@ -148,6 +150,7 @@ class AgentCore:
         """Connect to the movers and, for inference, begin to watch what the workers hold."""
         for client in self._clients:
             client.start()
+        self._spawn(self._watch_movers(), "watch-movers")
         if self._server is not None:
             self._spawn(self._watch_live(), "watch-live")
 
@@ -477,6 +480,15 @@ class AgentCore:
             except Exception as e:
                 log.warning("the workers do not say what they hold: %s: %s", type(e).__name__, e)
             await asyncio.sleep(LIVE_EVERY_SECONDS if known else 1.0)
+
+    async def _watch_movers(self) -> None:
+        """Replace a mover that is frozen while nothing is asked of it: it would not tell of the next version."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            for local_rank, client in enumerate(self._clients):
+                if client.look():
+                    log.warning("killing the mover of local rank %d: it is frozen or starved", local_rank)
+                    client.kill()
 
     async def _learn(self, ask: machine.AskDecision) -> None:
         verdict: machine.Verdict = "unknown"

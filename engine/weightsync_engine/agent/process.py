@@ -1,7 +1,7 @@
 """The trainer pod's agent: `python -m weightsync_engine.agent`, started by `AgentSupervisor` only.
 
 One line of JSON on stdin is its configuration; its life hangs on that pipe. When it listens it says
-`up <port>` on stdout; when it cannot, `failed <why>`.
+`up <port>` on stdout, and `alive` every other second; when it cannot, `failed <why>`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 PARENT_SECONDS = 1.0
 """How often the agent looks whether its parent still lives: a fork of the parent may hold the pipe open."""
+ALIVE_SECONDS = 2.0
+"""How often the parent hears that the agent's loop runs."""
 MOVERS_LEAVE_SECONDS = 6.0
 """How long the agent waits for the movers to leave, before it removes the folder of their sockets."""
 CONFIG_LIMIT = 1 << 20
@@ -102,6 +104,8 @@ async def serve(config: AgentConfig) -> None:
         threading.Thread(target=importlib.import_module, args=(STORE_MODULE,), daemon=True).start()
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     ended = asyncio.create_task(_parent_gone(config.parent))
+    os.set_blocking(1, False)  # a parent that is stopped reads nothing, and the agent does not wait for it
+    alive = asyncio.create_task(_tell_alive())
     try:
         _say(f"up {sock.getsockname()[1]}")
         log.info("agent of %s listens on %s:%d", pod.name, pod.host, sock.getsockname()[1])
@@ -109,6 +113,7 @@ async def serve(config: AgentConfig) -> None:
     finally:
         gone = ended.done()
         ended.cancel()
+        alive.cancel()
         server.should_exit = True
         await core.close()  # also ends the long polls
         with contextlib.suppress(Exception):
@@ -116,6 +121,12 @@ async def serve(config: AgentConfig) -> None:
         sock.close()
     if gone:
         await asyncio.to_thread(_clean_up, config)
+
+
+async def _tell_alive() -> None:
+    while True:
+        await asyncio.sleep(ALIVE_SECONDS)
+        _say("alive")
 
 
 async def _parent_gone(parent: int) -> None:

@@ -18,6 +18,10 @@ log = logging.getLogger(__name__)
 
 UP_SECONDS = 60.0
 """An agent that does not listen this long after its start is replaced."""
+LOOK_SECONDS = 1.0
+SILENT_LOOKS = 10
+"""An agent that was not heard for so many looks in a row is frozen, and replaced. Looks are counted, not seconds: a pod
+that is frozen as a whole, or starved, also looks less often."""
 _BACKOFF = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
 _STEADY_SECONDS = 10.0
 
@@ -109,14 +113,17 @@ class AgentSupervisor:
     def _follow(self, process: subprocess.Popen[bytes]) -> str:
         """Read the agent's words until it ends. Why it failed, if it says so."""
         assert process.stdout is not None
-        said, why = b"", ""
+        said, why, silent = b"", "", 0
         deadline: float | None = time.monotonic() + UP_SECONDS
         while not self._closing:
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
+            if deadline is not None and time.monotonic() > deadline:
                 return f"the agent did not listen within {UP_SECONDS:g} s of its start"
-            if not self._wait_readable(process.stdout.fileno(), left):
+            if deadline is None and silent >= SILENT_LOOKS:
+                return f"the agent was not heard for {silent * LOOK_SECONDS:g} s: it is frozen or starved"
+            if not self._wait_readable(process.stdout.fileno(), LOOK_SECONDS):
+                silent += 1
                 continue
+            silent = 0
             data = os.read(process.stdout.fileno(), 4096)
             if not data:
                 return why

@@ -25,6 +25,8 @@ _RETRY_SECONDS = 0.1
 _LINE_LIMIT = 1 << 20
 _UP_SECONDS = 30.0
 """For a mover that is just being replaced."""
+SILENT_LOOKS = 10
+"""A mover tells its state every 2 s at least."""
 _BEYOND_SECONDS = 5.0
 """Left to a mover beyond its deadline, so that its own, more exact message wins."""
 
@@ -57,6 +59,8 @@ class MoverClient:
         self.on_change = on_change
         self.state: MoverState | None = None
         """The connected mover's newest state; None while none is connected."""
+        self.silent = 0
+        """How often `look` was called since the connected mover was heard."""
         self.lost: Lost | None = None
         """The connection that ended last; stays when a new mover connects (compare `mover_id`)."""
         self._writer: asyncio.StreamWriter | None = None
@@ -90,6 +94,15 @@ class MoverClient:
         if self._writer is None or self.state is None:
             raise MoverGone(f"no mover is connected at {self.path}")
         self._writer.write(request.model_dump_json().encode() + b"\n")
+
+    def look(self) -> bool:
+        """Called about once a second: whether the mover is frozen, that is, connected, free of work that has a deadline
+        of its own, and not heard for `SILENT_LOOKS` calls.
+
+        Calls are counted, not seconds: a pod that is frozen as a whole, or starved, also looks less often.
+        """
+        self.silent = 0 if self.state is None or _works(self.state) else self.silent + 1
+        return self.silent >= SILENT_LOOKS
 
     def kill(self) -> bool:
         """SIGKILL the connected mover; its parent starts another one. False if none is connected any more.
@@ -152,8 +165,11 @@ class MoverClient:
                 self._identify(writer)
                 self._writer = writer
                 async for line in reader:
-                    self.state = MoverState.model_validate_json(line)
-                    self._notify()
+                    self.silent = 0
+                    state = MoverState.model_validate_json(line)
+                    if state != self.state:
+                        self.state = state
+                        self._notify()
             except (OSError, ValidationError, ValueError) as e:
                 log.warning("connection to the mover at %s: %s", self.path, e)
             finally:
@@ -225,7 +241,12 @@ async def join_epoch(path: Path, join: MoverJoin) -> Problem | None:
 
 def _free(state: MoverState) -> bool:
     broken = state.epoch is not None and state.epoch.phase is not EpochPhase.JOINED
-    return not broken and (state.round is None or state.round.phase is not RoundPhase.TRANSFERRING)
+    return not broken and not _works(state)
+
+
+def _works(state: MoverState) -> bool:
+    joins = state.epoch is not None and state.epoch.phase is EpochPhase.JOINING
+    return joins or (state.round is not None and state.round.phase is RoundPhase.TRANSFERRING)
 
 
 async def run_transfer(path: Path, transfer: MoverTransfer) -> Problem | None:

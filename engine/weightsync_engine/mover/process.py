@@ -60,6 +60,8 @@ TELL_SECONDS = 0.3
 """How long a mover that must end lets its driver hear why."""
 HOPELESS = 75
 """Exit status of one."""
+ALIVE_SECONDS = 2.0
+"""How often a mover of which nothing is new tells its state again: one that does not is frozen."""
 OVERDUE_SECONDS = 2.0
 """How long after its deadline work that does not end is reported as stuck."""
 _REQUEST: TypeAdapter[MoverRequest] = TypeAdapter(MoverRequest)
@@ -311,7 +313,8 @@ def _overdue(what: str) -> Failure:
 
 
 class _Server:
-    """Pushes the mover's state to every connected driver, coalesced for slow ones; takes their requests."""
+    """Pushes the mover's state to every connected driver, coalesced for slow ones and again every `ALIVE_SECONDS`; takes
+    their requests."""
 
     def __init__(self, mover: Mover) -> None:
         self.mover = mover
@@ -355,7 +358,8 @@ class _Server:
     async def _push(self, event: asyncio.Event, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
             while True:
-                await event.wait()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(event.wait(), ALIVE_SECONDS)
                 event.clear()
                 writer.write(self.mover.state.model_dump_json().encode() + b"\n")
                 await writer.drain()

@@ -194,6 +194,15 @@ def test_a_killed_agent_is_replaced_at_the_same_address_as_another_process(
     assert http.state()["boot_id"] != before["boot_id"]
 
 
+def test_a_frozen_agent_is_replaced_at_the_same_address(agent: AgentSupervisor, cluster: Cluster) -> None:
+    before, port, pid = Http(agent, cluster.token()).state(), agent.port, agent.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: agent.pid not in (None, pid) and agent.wait_up(30) == "", 90)
+    assert agent.port == port and not alive(pid)
+    assert Http(agent, cluster.token()).state()["boot_id"] != before["boot_id"]
+
+
 def test_it_leaves_with_its_parent_and_removes_the_folder(environment: None, tmp_path: Path) -> None:
     script = (
         "import os,sys,json,time\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -233,6 +234,26 @@ def test_a_killed_mover_is_named_and_the_next_epoch_works(fleet: Fleet) -> None:
     assert [s.look()["bits"] == bits for s in fleet.servers] == [True, True]
 
 
+@pytest.mark.parametrize("side", ["trainer", "server"])
+def test_a_mover_that_froze_before_a_publish_is_replaced_and_the_version_arrives(
+    fleet: Fleet, side: str
+) -> None:
+    """Nothing was asked of it, so no deadline finds it; a trainer's would never tell of the next version."""
+    below = _movers(_pids(fleet)) if side == "trainer" else fleet.servers[0].look()["movers"]
+    os.kill(below[0], signal.SIGSTOP)
+    try:
+        bits = fleet.publish(f"after-{side}")
+        fleet.all[0 if side == "trainer" else 1].until(lambda s: s["epoch"]["phase"] == "Failed", 60)
+        fleet.join()
+        fleet.verify(f"after-{side}")
+        fleet.commit(f"after-{side}")
+        assert [s.look()["bits"] == bits for s in fleet.servers] == [True, True]
+        assert not _cmdline(Path("/proc", str(below[0])))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(below[0], signal.SIGCONT)
+
+
 def test_a_killed_lead_agent_is_another_process_and_the_next_epoch_works(fleet: Fleet) -> None:
     state = fleet.lead.state()
     (agent,) = [
@@ -269,6 +290,18 @@ def _parent(process: Path) -> int:
         return int((process / "stat").read_text().rsplit(") ", 1)[1].split()[1])
     except OSError:
         return -1
+
+
+def _movers(parents: set[int]) -> list[int]:
+    """Of these processes, those that take part: a spare is called otherwise."""
+    return [
+        int(p.name)
+        for p in Path("/proc").iterdir()
+        if p.name.isdecimal()
+        and b"weightsync_engine.mover\0" in _cmdline(p)
+        and _parent(p) in parents
+        and (p / "comm").read_text().startswith("ws-mover")
+    ]
 
 
 def _pids(fleet: Fleet) -> set[int]:
