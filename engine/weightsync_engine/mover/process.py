@@ -128,8 +128,9 @@ class Mover:
         if self.config.role != "trainer":
             return
         with self._lock:
+            copying = self.slab.copying  # asked first: the copy may end between the two questions
             self._set(snapshot=self.slab.read_stamp())
-            if self._state.snapshot is not None or not self.slab.copying or self._following:
+            if self._state.snapshot is not None or not copying or self._following:
                 return
             self._following = True
         threading.Thread(target=self._follow, name="stamp", daemon=True).start()
@@ -313,8 +314,8 @@ def _overdue(what: str) -> Failure:
 
 
 class _Server:
-    """Pushes the mover's state to every connected driver, coalesced for slow ones and again every `ALIVE_SECONDS`; takes
-    their requests."""
+    """Pushes the mover's state to every connected driver, coalesced for slow ones and repeated every `ALIVE_SECONDS`;
+    takes their requests."""
 
     def __init__(self, mover: Mover) -> None:
         self.mover = mover
