@@ -77,7 +77,7 @@ class Control:
     def __init__(self, sign: Callable[[], str], spec: dict[str, Any]) -> None:
         self.object = _Object()
         self.object.on_status = self._on_status
-        self._spec = WeightSyncSpec.model_validate(spec)
+        self.apply(spec)
         self._sign = sign
         self._pods: dict[str, dict[str, Any]] = {}
         self._numbers = itertools.count()
@@ -96,6 +96,10 @@ class Control:
         self._stop = True
         self._poke()
         self._thread.join(15)
+
+    def apply(self, spec: dict[str, Any]) -> None:
+        """From the next step of the loop on."""
+        self._spec = WeightSyncSpec.model_validate(spec)
 
     def add(self, name: str, role: str, port: int) -> None:
         """A pod as the API server shows it; of a name that there is already, another pod takes the place."""

@@ -3,11 +3,12 @@
     python -m benchmarks.gpu_vllm --model qwen3-1.7b --trainers 2 --servers tp1 --peer
 
 Processes without a cluster: trainer ranks with a Publisher each, vLLM servers with our backend, and the operator's own
-reconciler over an object that is kept here. In order: rounds with idle servers; the same trainer and a server like the
-first by vLLM's own `nccl_m2n` backend (`--peer`); rounds while streams decode (`--streams`); faults (`--faults`). The
-last version is the weights that the servers loaded, so they must give the greedy tokens of the start again; and a
-fresh server that loads what the trainer saves must give the same (`--fresh`). Prints what was measured; `result.json`
-has all of it.
+reconciler over an object that is kept here. Ranks take the GPUs from the first on, servers from the last. In order:
+rounds with idle servers; the same trainer and a server like the first by vLLM's own `nccl_m2n` backend (`--peer`);
+rounds while streams decode (`--streams`), with what running requests have computed thrown away at the flip, and kept;
+faults (`--faults`). The last version is the weights that the servers loaded, so they must give the greedy tokens of the
+start again; and a fresh server that loads what the trainer saves must give the same (`--fresh`). Prints what was
+measured; `result.json` has all of it.
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ class Bench:
         spec: str,
         model: Path,
         *,
-        gpu: int = 0,
+        at: int = 0,
         backend: str = "weightsync",
         alone: bool = False,
     ) -> VllmProcess:
@@ -169,7 +170,7 @@ class Bench:
         options, tp = self.options, int(spec.removeprefix("tp"))
         environment: dict[str, str | None] = {k: v for k, v in os.environ.items() if k.startswith("VLLM_")}
         if tp == 1 and options.gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
+            environment["CUDA_VISIBLE_DEVICES"] = str(options.gpus - 1 - at % options.gpus)
         if alone:
             environment |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_PLUGINS": None}
         server = VllmProcess(
@@ -193,12 +194,13 @@ class Bench:
 
     def run(self) -> None:
         options = self.options
-        with Control(self.operator.token, SPEC | {"transport": options.transport}) as self.control:
+        self.spec = SPEC | {"transport": options.transport}
+        with Control(self.operator.token, self.spec) as self.control:
             self.trainers = Trainers(options, self.operator, self.control)
             try:
                 self.trainers.hear()
                 for i, spec in enumerate(options.servers.split(",")):
-                    self.server(f"server-{i}", spec, self.out / "model", gpu=i % max(options.gpus, 1))
+                    self.server(f"server-{i}", spec, self.out / "model", at=i)
                 if options.peer:
                     self.server("peer", "tp1", self.out / "model", backend="nccl_m2n", alone=True)
                 for i in range(2 * options.contract):
@@ -228,7 +230,7 @@ class Bench:
 
     def measure(self) -> None:
         options, result = self.options, self.result
-        first = [s.greedy(PROMPT, 16) for s in self.ours]
+        first = self.say()
         result["idle"] = [self.round() for _ in range(options.idle_rounds)]
         self.tell("idle", result["idle"][2:])
         if options.peer:
@@ -238,29 +240,42 @@ class Bench:
             print(json.dumps({"peer": result["peer"], "ours to the peer's": result["to_peer"]}), flush=True)
         if options.streams:
             with self.decoding() as of:
-                result["decoding"] = [self.round(0.4) for _ in range(options.rounds)]
-            for r in result["decoding"]:
-                r |= of(r["began"], r["ended"] + 0.2)
-            self.tell("decoding", result["decoding"][2:])
-        changed = [s.greedy(PROMPT, 16) for s in self.ours]
+                for cache in ("Reset", "Kept"):
+                    self.control.apply(self.spec | {"flip": {"prefixCache": cache}})
+                    result[f"decoding, {cache}"] = [self.round(0.4) for _ in range(options.rounds)]
+            self.control.apply(self.spec)
+            for cache in ("Reset", "Kept"):
+                for r in result[f"decoding, {cache}"]:
+                    r |= of(r["began"], r["ended"] + 0.2)
+                self.tell(f"decoding, {cache}", result[f"decoding, {cache}"][2:])
+        self.round()
+        changed = self.say()
         if options.contract:
             result["contract"] = self.contract()
             print(json.dumps({"contract": result["contract"]}), flush=True)
         if options.faults:
             result["faults"] = self.faults()
-        result["memory"] = {k: [r["memory_mib"] for r in result.get(k, ())] for k in ("idle", "decoding")}
+        kinds = [k for k in result if k == "idle" or k.startswith("decoding, ")]
+        result["memory"] = {k: [r["memory_mib"] for r in result[k]] for k in kinds}
         self.round(scale=1.0)
-        last = [s.greedy(PROMPT, 16) for s in self.ours]
-        result["tokens"] = {"loaded": first, "changed": changed, "loaded again": last, "equal": last == first}
+        last = self.say()
+        result["tokens"] = {"loaded": first, "changed": changed, "loaded again": last}
+        result["tokens"]["equal"] = all(first[name] == tokens for name, tokens in last.items())
         if options.fresh:
             self.round(scale=1.25)
             self.trainers.ask("save", folder=str(self.out / "final"))
-            now = [s.greedy(PROMPT, 16) for s in self.ours]
-            fresh = self.server("fresh", "tp1", self.out / "final").wait_up()
+            now = self.say()
+            like, spec = next((n, s) for n, s in zip(now, options.servers.split(","), strict=False))
+            fresh = self.server("fresh", spec, self.out / "final").wait_up()
             self.until_served()
             result["tokens"] |= {"last": now, "fresh": (wanted := fresh.greedy(PROMPT, 16))}
-            result["tokens"]["fresh equal"] = [t == wanted for t in now]
+            # Another tensor parallel size adds up in another order, so only its like must say the same.
+            result["tokens"]["fresh equal"] = now[like] == wanted
         print(json.dumps({k: v for k, v in result["tokens"].items() if "equal" in k}), flush=True)
+
+    def say(self) -> dict[str, list[int]]:
+        """Greedy tokens of each server."""
+        return {n: s.greedy(PROMPT, 16) for n, s in self.servers.items() if s in self.ours}
 
     def tell(self, what: str, rounds: list[dict[str, Any]]) -> None:
         self.result[f"{what}_medians"] = middle(rounds)

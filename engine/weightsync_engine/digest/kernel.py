@@ -102,17 +102,15 @@ def _digest(  # type: ignore[no-untyped-def]
     else:
         words = data.to(tl.pointer_type(tl.uint64))
     words = tl.multiple_of(words, 16)
+    GROUPS: tl.constexpr = BLOCK // 4
+    group = tl.arange(0, GROUPS)
     if KIND == _RUN:
-        GROUPS: tl.constexpr = BLOCK // 4
-        group = tl.arange(0, GROUPS)
         sums = tl.zeros([GROUPS], dtype=tl.uint64)
         base = (begin + start) // 4
         for at in range(0, TILE, BLOCK):
             sums += _fours(words, at, GROUPS, WIDTH) * _key(base + at // 4 + group)
         tl.atomic_add(out + slot, tl.sum(sums, axis=0).to(tl.int64, bitcast=True))
     elif KIND == _ROWS:
-        GROUPS: tl.constexpr = BLOCK // 4
-        group = tl.arange(0, GROUPS)
         sums = tl.zeros([GROUPS], dtype=tl.uint64)
         # Of the tile's first four: its row, and its place in that row.
         length = (extent // 4).to(tl.int32)

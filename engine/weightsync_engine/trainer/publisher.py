@@ -33,7 +33,7 @@ from ..mover.slab import Slab, plan_slab
 from ..mover.supervisor import MoverSupervisor
 from ..protocol.mover import MoverOutcome
 from ..protocol.names import DEFAULT_TRAINER_PORT, ENV_POD_UID, ENV_PORT
-from ..transport.copies import copy_all
+from ..transport.copies import Copies
 from .agreement import Peers, peers
 from .handle import Handle, PublishError
 from .naming import Names
@@ -106,6 +106,11 @@ class Publisher:
         self._sequence = 0
         self._held_version: str | None = None
         self._travelling: dict[str, float] = {}
+        self._copies: Copies | None = None
+        self._copied: list[Held] = []
+        """Whose memory `_copies` copies."""
+        self._checked: list[Held] = []
+        """What was last found to be as it should."""
         self._peers: Peers = peers(timeout)
         try:
             self._begin(model, names, dtype, port, device)
@@ -317,8 +322,11 @@ class Publisher:
 
     def _changed(self, held: list[Held]) -> str:
         """What is no longer as it was when the publisher was made."""
+        if held is self._checked:
+            return ""
         now = _layout(held)
         if now == self._layout:
+            self._checked = held
             return ""
         missing, new = sorted(self._layout.keys() - now.keys()), sorted(now.keys() - self._layout.keys())
         if missing or new:
@@ -360,8 +368,11 @@ class Publisher:
     @torch.no_grad()
     def _copy(self, held: list[Held]) -> None:
         """The weights into the snapshot; where the wire dtype differs, the copy casts."""
-        here = [h for h in held if h.name in self._views]
-        copy_all([self._views[h.name] for h in here], [h.local for h in here])
+        if self._copies is None or held is not self._copied:
+            here = [h for h in held if h.name in self._views]
+            self._copies = Copies([self._views[h.name] for h in here], [h.local for h in here])
+            self._copied = held
+        self._copies.run()
 
     def _on_outcome(self, outcome: MoverOutcome) -> None:
         """In the supervisor's thread: what the pod's agent says of a version."""
@@ -419,7 +430,7 @@ class Publisher:
         if self._run_dir is not None and not served:  # else the agent removes it, once the movers have left
             shutil.rmtree(self._run_dir, ignore_errors=True)
         if self._slab is not None:
-            self._views = {}
+            self._views, self._copies, self._copied, self._checked = {}, None, [], []
             self._slab.close()
 
     def __enter__(self) -> Publisher:

@@ -175,20 +175,31 @@ class Sources:
         self._rules: dict[str, Rule] | None = None
         self._adapters: dict[str, str | None | Refusal] = {}
         self._wires: dict[tuple[str, torch.dtype, torch.dtype | None], torch.dtype] = {}
+        self._seen: list[tuple[object, ...]] = []
+        self._held: list[Held] = []
         self.aliases: dict[str, str] = {}
         """Names that share the storage of another, which alone is sent. vLLM ties by its own config."""
 
     def held(self) -> list[Held]:
-        """All that travels, in the model's order. Raises `PublishError` naming the parameter."""
+        """All that travels, in the model's order: the same list as before if every tensor is the same object, and lies
+        where it lay. Raises `PublishError` naming the parameter."""
+        named = [(plain_name(name), tensor, parameter) for name, tensor, parameter in self._named()]
+        for trainer_name, tensor, _ in named:
+            if not isinstance(tensor, torch.Tensor):
+                raise PublishError(f"{trainer_name!r} is a {type(tensor).__name__}, not a tensor")
+        seen = [(name, id(tensor), *_lies(tensor)) for name, tensor, _ in named]
+        # An adapter may have been merged, or not, without any tensor being another one.
+        if self._seen != seen or self._adapters or not self._held:
+            self._held, self._seen = [], []
+            self._held, self._seen = self._read(named), seen
+        return self._held
+
+    def _read(self, named: list[tuple[str, torch.Tensor, bool]]) -> list[Held]:
         found: dict[str, Held] = {}
         called: dict[str, str] = {}  # checkpoint name -> trainer's name
         owner: dict[Any, tuple[str, str | tuple[Part, ...]]] = {}
         aliases: dict[str, str] = {}
         wires = _fsdp_dtypes(self._module) if self._module is not None else {}
-        named = [(plain_name(name), tensor, parameter) for name, tensor, parameter in self._named()]
-        for trainer_name, tensor, _ in named:
-            if not isinstance(tensor, torch.Tensor):
-                raise PublishError(f"{trainer_name!r} is a {type(tensor).__name__}, not a tensor")
         naming = self._naming([(name, tuple(tensor.shape)) for name, tensor, _ in named])
         for trainer_name, tensor, parameter in named:
             rule = naming(trainer_name, tuple(tensor.shape))
@@ -292,6 +303,12 @@ class Sources:
             raise PublishError(f"parameter {name!r} is {tensor.dtype} and cannot travel as {wire}")
         self._wires[key] = wire
         return wire
+
+
+def _lies(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Where the local part of a tensor is in memory, and in what form."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.data_ptr(), local.shape, local.stride(), local.dtype
 
 
 def checkpoint_rules(module: nn.Module | None, shapes: Shapes) -> dict[str, Rule]:

@@ -135,3 +135,35 @@ def test_several_ranks_without_torch_distributed_are_told_what_to_call(
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(PublishError, match="init_process_group"):
         Publisher(nn.Linear(2, 2))
+
+
+def test_nothing_is_read_anew_while_every_tensor_lies_where_it_lay() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    sources = Sources(model)
+    first = sources.held()
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    assert sources.held() is first
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: setattr(m[0].weight, "data", torch.ones(4, 4)),
+        lambda m: setattr(m[0].weight, "data", torch.ones(8, 4)),
+        lambda m: setattr(m[0].weight, "data", m[0].weight.data.view(8, 2)),
+        lambda m: setattr(m[0].weight, "data", m[0].weight.data.T),
+        lambda m: setattr(m[0], "weight", nn.Parameter(m[0].weight.data)),
+        lambda m: setattr(m[1], "weight", m[0].weight),
+    ],
+    ids=["moved", "grown", "seen otherwise", "turned", "another object", "tied"],
+)
+def test_what_moved_or_changed_is_read_anew(change: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    sources = Sources(model)
+    first = sources.held()
+    change(model)
+    now = sources.held()
+    assert now is not first
+    assert [h.local.data_ptr() for h in now] == [h.local.data_ptr() for h in Sources(model).held()]
+    assert [h.local.shape for h in now] == [h.local.shape for h in Sources(model).held()]
