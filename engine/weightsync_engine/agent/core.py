@@ -338,6 +338,8 @@ class AgentCore:
             case machine.EndRequests():
                 self._stop_holding()
                 self._spawn(self._end_requests(effect), "end-requests")
+            case machine.AskLive(epoch, round_):
+                self._spawn(self._settle(epoch, round_), f"settle-{round_}")
             case machine.AskDecision():
                 self._spawn(self._learn(effect), f"ask-{effect.round}")
             case machine.OpenGuard(version):
@@ -467,6 +469,17 @@ class AgentCore:
             log.error("halted in vain: %s", problem.message)
         self._observe(machine.RequestsEnded(effect.mark, problem))
 
+    async def _settle(self, epoch: int, round_: int) -> None:
+        """What the workers hold after a transfer in place that failed; torn if they do not say."""
+        assert self._server is not None
+        live, torn = self.session.live, True
+        async with self._server_lock:
+            try:
+                live, torn = await asyncio.wait_for(self._server.live(), LIVE_SECONDS)
+            except Exception as e:
+                log.warning("the workers do not say what they hold: %s: %s", type(e).__name__, e)
+            self._observe(machine.Settled(epoch, round_, live, torn))
+
     async def _watch_live(self) -> None:
         """Read what the workers hold, now and then: a fact of theirs, which others may change."""
         assert self._server is not None
@@ -546,6 +559,7 @@ def make_pod(
     run_id: str = "",
     trainer_ranks: tuple[int, ...] = (),
     trainer_world: int = 0,
+    in_place: bool = False,
 ) -> Pod:
     """What this pod is, from the environment that the downward API fills."""
     return Pod(
@@ -558,4 +572,5 @@ def make_pod(
         run_id=run_id,
         trainer_ranks=trainer_ranks,
         trainer_world=trainer_world,
+        in_place=in_place,
     )

@@ -35,20 +35,34 @@ class Needs:
     """Bytes of device memory, by use."""
 
     what: str
-    """"shadow" or "snapshot"."""
+    """What the slab is: "shadow", "snapshot", ..."""
     slab: int
     contexts: int
     staging: int
+    replaced: int = 0
+    """Bytes in use that are given back once the slab is filled."""
 
     @classmethod
-    def of(cls, what: str, slab: int, staging: int, spare: bool = True) -> Needs:
-        return cls(what, slab, CONTEXT_BYTES * (2 if spare else 1), staging)
+    def of(cls, what: str, slab: int, staging: int, spare: bool = True, replaced: int = 0) -> Needs:
+        return cls(what, slab, CONTEXT_BYTES * (2 if spare else 1), staging, replaced)
+
+    @property
+    def lasting(self) -> int:
+        """Beside what is in use already."""
+        return self.slab + self.contexts + self.staging - self.replaced
 
     @property
     def total(self) -> int:
-        return self.slab + self.contexts + self.staging
+        """The most at any time: mover and spare come once the slab is filled."""
+        return max(self.slab, self.lasting)
 
     def __str__(self) -> str:
+        if self.replaced:
+            return (
+                f"{_size(self.total)} ({_size(self.slab)} for the {self.what}, given back before "
+                f"{_size(self.contexts)} for the CUDA contexts of mover and spare and {_size(self.staging)} for "
+                "staging are taken)"
+            )
         movers = f"{_size(self.contexts)} for the CUDA contexts of mover and spare"
         return (
             f"{_size(self.total)} ({_size(self.slab)} for the {self.what}, {movers}, "
@@ -74,10 +88,10 @@ def check_memory(needs: Needs, place: torch.device, what_to_do: str, limit: int 
         )
     if limit is not None:
         used = gpu.used_here()
-        if used + needs.total > limit:
+        if used + needs.lasting > limit:
             raise SlabError(
                 f"not enough memory on {where}: needed are {needs} beside {_size(used)} in use, but this server may "
-                f"use {_size(limit)} of {_size(total)}: {_size(used + needs.total - limit)} too little, and nothing "
+                f"use {_size(limit)} of {_size(total)}: {_size(used + needs.lasting - limit)} too little, and nothing "
                 f"would be left for the KV cache; {what_to_do}"
             )
     log.info("device memory on %s: needed %s, free %s of %s", where, needs, _size(free), _size(total))

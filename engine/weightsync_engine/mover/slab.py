@@ -289,6 +289,11 @@ class Slab:
         return None
 
     @property
+    def count(self) -> int:
+        """Grows with every begin and every end of a write: the same number means the same payload."""
+        return int(self._words[_W_LOCK])
+
+    @property
     def copying(self) -> bool:
         """A stream has copies to end before the stamp shows. False also for a writer that died halfway."""
         lock = self._words[_W_LOCK]

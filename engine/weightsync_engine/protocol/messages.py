@@ -60,7 +60,8 @@ class EpochPhase(StrEnum):
 
 class RoundPhase(StrEnum):
     PREPARING = "Preparing"
-    """Trainer: not all local ranks hold the version in their snapshot yet. Inference: the shadow is not free."""
+    """Trainer: not all local ranks hold the version in their snapshot yet. Inference: the scheduler does not yet stand
+    still for a transfer in place."""
     READY = "Ready"
     TRANSFERRING = "Transferring"
     VERIFIED = "Verified"
@@ -150,6 +151,8 @@ class InferenceFacts(Message):
     """What the workers hold. None: the weights that vLLM loaded at its start. A fact of the workers, not the agent."""
     torn: bool = False
     """The live weights are of no one version."""
+    in_place: bool = False
+    """Transfers write to the live weights: nothing is generated meanwhile, and one that fails leaves them torn."""
     serving: bool = False
     """The guard lets generation through."""
     closed_because: str = ""

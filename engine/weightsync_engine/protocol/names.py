@@ -51,6 +51,13 @@ ENV_STEP_BYTES = "WEIGHTSYNC_STEP_BYTES"
 """The most that one rank holds of one step, in bytes; default: what the transport does best with (64 MiB for gloo,
 256 MiB for nccl_m2n, 1 GiB for nccl_p2p). Smaller saves staging memory, larger saves fixed costs. Equal on all
 ranks, trainer and servers: a plan is made for it."""
+ENV_COMMIT = "WEIGHTSYNC_COMMIT"
+"""vLLM pod: how new weights become live, STAGED (default) or IN_PLACE."""
+STAGED = "Staged"
+"""Into memory beside the live weights, while the server generates; then copied over in milliseconds."""
+IN_PLACE = "InPlace"
+"""Into the live weights themselves: no second copy, nothing is generated during the transfer, and one that fails takes
+the server out of service until a later one succeeds."""
 ENV_DRAFT_MODEL = "WEIGHTSYNC_DRAFT_MODEL"
 """vLLM pod: what is to become of a draft model for speculative decoding; default: the server is refused."""
 FROZEN = "frozen"

@@ -55,11 +55,16 @@ FINAL = frozenset({RoundPhase.COMMITTED, RoundPhase.ABORTED, RoundPhase.FAILED})
 
 ASK_AGAIN_SECONDS = 5.0
 """A pod that is fenced for want of a decision asks the lead's agent this often."""
+STANDING_SECONDS = 10.0
+"""A pod that stands still for a transfer in place waits so long beyond its preparation for the transfer to begin."""
+SETTLE_SECONDS = 10.0
+"""After a transfer in place that failed, movers have so long to end, before the pod closes."""
 LEARNT_FLIP_SECONDS = 60.0
 """Deadline of a flip whose decision was learnt from the lead's agent, where no commit request gave one."""
 REMEMBERED_DECISIONS = 16
 
 Verdict = Literal["committed", "aborted", "unknown"]
+TORN = "the live weights are of no one version"
 FIRST_CLOSED = "waiting for the operator to admit the weights that this server has loaded"
 
 
@@ -82,6 +87,8 @@ class Pod:
     trainer_ranks: tuple[int, ...] = ()
     """Trainer: the global ranks in this pod, ascending and without gaps."""
     trainer_world: int = 0
+    in_place: bool = False
+    """Inference: the movers write to the live weights. The scheduler stands still from `prepare` to the flip."""
 
     @property
     def lead(self) -> bool:
@@ -117,7 +124,8 @@ class Round:
     flip: FlipPolicy = DEFAULT_FLIP
     flipping: bool = False
     held: bool = False
-    """Told to halt for this round: the scheduler stands still, or is about to, until the round is over here."""
+    """Told to halt for this round, or to stand still for its transfer in place: the scheduler stands still, or is about
+    to, until the round is over here."""
     asking: bool = False
     fenced: bool = False
     """Verified, and no decision came in time: closed until there is one."""
@@ -154,6 +162,23 @@ class HaltMark:
 
 
 @dataclass(frozen=True, slots=True)
+class Unsettled:
+    """A round whose movers were told to write to the live weights, and that ended otherwise than by going live. What
+    is live can be asked only once none of them writes any more, and nothing may be generated until it is known."""
+
+    epoch: int
+    round: int
+    movers: frozenset[str]
+    """Ids of those that may still write."""
+    held: bool
+    """The scheduler stands still since before the transfer."""
+    problem: Problem | None = None
+    """Why the round failed."""
+    deadline: float | None = None
+    asked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Decided:
     object_uid: str
     epoch: int
@@ -182,6 +207,7 @@ class Session:
     live_known: bool = False
     """Whether the workers have been asked yet."""
     guard: Guard = Guard()
+    unsettled: Unsettled | None = None
     halt: HaltMark | None = None
     over: tuple[int, int] = (0, 0)
     """(term, round): this one and the earlier ones are over, whatever still arrives for them."""
@@ -260,6 +286,14 @@ class EndRequests:
 
 
 @dataclass(frozen=True, slots=True)
+class AskLive:
+    """Ask the workers now what they hold, and answer with `Settled` in any case."""
+
+    epoch: int
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
 class AskDecision:
     lead: Rendezvous
     object_uid: str
@@ -286,7 +320,7 @@ class TellOutcome:
 
 Effect = (
     OpenStore | CloseStore | JoinMover | StartTransfer | LeaveMovers | KillMovers | Flip | Hold | GoOn
-    | EndRequests | AskDecision | OpenGuard | CloseGuard | TellOutcome
+    | EndRequests | AskLive | AskDecision | OpenGuard | CloseGuard | TellOutcome
 )  # fmt: skip
 
 
@@ -352,6 +386,16 @@ class LiveObserved:
 
 
 @dataclass(frozen=True, slots=True)
+class Settled:
+    """The answer to `AskLive`. Workers that do not say what they hold are torn."""
+
+    epoch: int
+    round: int
+    live: str | None
+    torn: bool
+
+
+@dataclass(frozen=True, slots=True)
 class DecisionLearnt:
     epoch: int
     round: int
@@ -366,7 +410,7 @@ class TimePassed:
 
 Event = (
     MoverReported | MoverLost | StoreOpened | StoreFailed | FlipEnded | HoldEnded | RequestsEnded
-    | LiveObserved | DecisionLearnt | TimePassed
+    | LiveObserved | Settled | DecisionLearnt | TimePassed
 )  # fmt: skip
 
 
@@ -404,6 +448,14 @@ def _problem(reason: str, message: str, rank: int | None = None) -> Problem:
 
 def handle(session: Session, request: Addressed, now: float) -> Answer:
     """Answer one request of the operator. A refusal changes nothing."""
+    answer = _handle(session, request, now)
+    if isinstance(answer, Refused):
+        return answer
+    after, effects = _settle(answer.session, now)
+    return Accepted(after, answer.effects + effects)
+
+
+def _handle(session: Session, request: Addressed, now: float) -> Answer:
     pod = session.pod
     if request.protocol != PROTOCOL_VERSION:
         return _refuse(
@@ -544,6 +596,9 @@ def _prepare(session: Session, request: Prepare, now: float) -> Answer:
         return _refuse("EpochNotJoined", f"epoch {request.epoch} is {session.epoch.phase}")
     if current is not None and ORDER[RoundPhase.READY] < ORDER[current.phase] and current.phase not in FINAL:
         return _refuse("RoundRunning", f"round {current.round} is {current.phase}: commit or abort it first")
+    if session.unsettled is not None:
+        return _refuse("Unsettled", _not_settled(session.unsettled))
+    session, effects = _let_go(session, GoOn())
     round_ = Round(
         request.epoch,
         request.round,
@@ -554,14 +609,21 @@ def _prepare(session: Session, request: Prepare, now: float) -> Answer:
         request.sequence,
         request.flip,
     )
-    session = replace(session, round=round_, over=max(session.over, (request.term, request.round - 1)))
-    return Accepted(*_check_ready(session))
+    over = max(session.over, (request.term, request.round - 1))
+    if session.pod.in_place:
+        # Before any rank begins: a scheduler that cannot stop in time is then nobody else's failure.
+        hold = Hold(round_.epoch, round_.round, round_.flip, request.deadline_seconds / 2)
+        session = replace(session, round=replace(round_, held=True), over=over)
+        return Accepted(session, (*effects, hold))
+    session, more = _check_ready(replace(session, round=round_, over=over))
+    return Accepted(session, effects + more)
 
 
 def _check_ready(session: Session) -> tuple[Session, tuple[Effect, ...]]:
-    """PREPARING -> READY once every local snapshot holds the version; FAILED once one holds a later one."""
+    """PREPARING -> READY once every local snapshot holds the version; FAILED once one holds a later one. In place it is
+    the end of the hold that makes a pod ready."""
     round_ = session.round
-    if round_ is None or round_.phase is not RoundPhase.PREPARING:
+    if round_ is None or round_.phase is not RoundPhase.PREPARING or session.pod.in_place:
         return session, ()
     if session.pod.role == "trainer":
         missing = _ranks_without(session, round_.version)
@@ -604,6 +666,8 @@ def _transfer(session: Session, request: Transfer, now: float) -> Answer:
         return Accepted(session)
     if epoch.phase is not EpochPhase.JOINED:
         return _refuse("EpochFailed", f"epoch {request.epoch} is {epoch.phase}")
+    if session.pod.in_place and not round_.held:
+        return _refuse("NotReady", f"the scheduler does not stand still for round {round_.round} any more")
     message = MoverTransfer(
         epoch=request.epoch,
         round=request.round,
@@ -636,8 +700,13 @@ def _halt(session: Session, request: Halt, now: float) -> Answer:
             return _refuse("NotVerified", f"round {request.round} is {round_.phase} here")
         limit = now + request.deadline_seconds
         decide_by = None if round_.decide_by is None else min(round_.decide_by, limit)
+        halt = HaltMark(request.term, request.epoch, request.round)
+        if round_.held:
+            # In place it has stood still since before the transfer.
+            round_ = replace(round_, decide_by=decide_by)
+            return Accepted(replace(session, round=round_, halt=replace(halt, step="done")))
         round_ = replace(round_, held=True, decide_by=decide_by)
-        session = replace(session, round=round_, halt=HaltMark(request.term, request.epoch, request.round))
+        session = replace(session, round=round_, halt=halt)
         hold = Hold(round_.epoch, round_.round, round_.flip, request.deadline_seconds / 2)
         return Accepted(session, (hold,))
     session, closed = _close(session, f"round {request.round} goes live without this pod; it comes after it")
@@ -654,14 +723,96 @@ def _no_longer_halted(session: Session, round_: Round) -> Session:
     return replace(session, halt=None)
 
 
-def _let_go(session: Session, how: GoOn | EndRequests) -> tuple[Session, tuple[Effect, ...]]:
-    """Of the scheduler that is held for the present round, if it is."""
+def _let_go(
+    session: Session, how: GoOn | EndRequests, problem: Problem | None = None
+) -> tuple[Session, tuple[Effect, ...]]:
+    """Of the scheduler that is held for the present round, if it is. One that stands still for a transfer in place goes
+    on only once it is known what is live."""
+    if isinstance(how, GoOn) and _written(session):
+        return _unsettle(session, problem), ()
     round_ = session.round
     if round_ is None or not round_.held:
         return session, ()
     if isinstance(how, EndRequests) and session.halt is not None:
         how = EndRequests(session.halt.number)
     return replace(session, round=replace(round_, held=False)), (how,)
+
+
+def _written(session: Session) -> bool:
+    """Whether the live weights were given to movers for a round that is not over."""
+    round_ = session.round
+    return (
+        session.pod.in_place
+        and round_ is not None
+        and ORDER[RoundPhase.TRANSFERRING] <= ORDER[round_.phase] < ORDER[RoundPhase.COMMITTED]
+    )
+
+
+def _in_flux(session: Session) -> bool:
+    """Whether what the workers say of the live weights is to be expected and means nothing: a transfer in place runs,
+    or waits for its decision or its flip, or failed a moment ago."""
+    round_ = session.round
+    if session.unsettled is not None:
+        return True
+    return (
+        _written(session)
+        and round_ is not None
+        and (round_.phase is not RoundPhase.COMMITTING or round_.flipping)
+    )
+
+
+def _unsettle(session: Session, problem: Problem | None = None) -> Session:
+    """The round that movers wrote to the live weights for ends otherwise than by going live."""
+    round_, epoch = session.round, session.epoch
+    assert round_ is not None
+    movers: frozenset[str] = frozenset()
+    if round_.phase is RoundPhase.TRANSFERRING and epoch is not None:
+        movers = frozenset(epoch.joined.values())
+    left = Unsettled(round_.epoch, round_.round, movers, round_.held, problem or round_.problem)
+    return replace(session, unsettled=left, round=replace(round_, held=False))
+
+
+def _not_settled(left: Unsettled) -> str:
+    return f"round {left.round} failed in the middle of writing to the live weights; what is live is being looked at"
+
+
+def _settle(session: Session, now: float) -> tuple[Session, tuple[Effect, ...]]:
+    """Ask what is live as soon as nobody writes to it any more."""
+    left = session.unsettled
+    if left is None or left.asked:
+        return session, ()
+    if left.deadline is None:
+        left = replace(left, deadline=now + SETTLE_SECONDS)
+    left = replace(left, movers=frozenset(mover for mover in left.movers if _writes(session, left, mover)))
+    if left.movers:
+        return replace(session, unsettled=left), ()
+    return replace(session, unsettled=replace(left, asked=True)), (AskLive(left.epoch, left.round),)
+
+
+def _writes(session: Session, left: Unsettled, mover_id: str) -> bool:
+    """Whether this mover may still write: it is not gone, and has not said of this round that it is over."""
+    if mover_id in session.condemned:
+        return True
+    state = next((s for s in session.movers.values() if s.mover_id == mover_id), None)
+    if state is None:
+        return False
+    over = (
+        state.round is not None
+        and (state.round.epoch, state.round.round) == (left.epoch, left.round)
+        and state.round.phase is not RoundPhase.TRANSFERRING
+    )
+    # One whose epoch failed may report a round that its own thread has not ended.
+    return not over or state.epoch is None or state.epoch.phase is not EpochPhase.JOINED
+
+
+def _settled(session: Session, event: Settled) -> tuple[Session, tuple[Effect, ...]]:
+    left = session.unsettled
+    if left is None or not left.asked or (left.epoch, left.round) != (event.epoch, event.round):
+        return session, ()
+    session, effects = _live(replace(session, unsettled=None), event.live, event.torn, left.problem)
+    if not left.held:
+        return session, effects
+    return session, (*effects, EndRequests() if event.torn else GoOn())
 
 
 def _commit(session: Session, request: Commit) -> Answer:
@@ -684,7 +835,9 @@ def _commit(session: Session, request: Commit) -> Answer:
     if session.pod.role == "inference":
         if not session.live_known:
             return _refuse("NotReady", "the workers have not said yet which version they hold; try again")
-        if session.live == request.version and not session.torn:
+        if session.unsettled is not None:
+            return _refuse("Unsettled", _not_settled(session.unsettled))
+        if session.live == request.version and not session.torn and not _in_flux(session):
             # This agent restarted after the flip: the workers are the truth.
             done = Round(request.epoch, request.round, request.version, RoundPhase.COMMITTED, None, None)
             if known or session.epoch is None:
@@ -785,7 +938,7 @@ def _abort(session: Session, request: Abort) -> Answer:
     if round_.phase is RoundPhase.TRANSFERRING:
         session, effects = _kill(session, tuple(session.movers), f"round {round_.round} was aborted")
         session = _fail_epoch_only(session, request.problem)
-    session, go_on = _let_go(session, GoOn())
+    session, go_on = _let_go(session, GoOn(), request.problem)
     session = replace(session, round=_ended(round_, RoundPhase.ABORTED, request.problem))
     session = _remember(_no_longer_halted(session, round_), "aborted")
     return Accepted(session, effects + go_on + _tell(session, all_ranks=True, final=request.final))
@@ -811,13 +964,16 @@ def _admit(session: Session, request: Admit) -> Answer:
     if not session.live_known:
         return _refuse("NotReady", "the workers have not said yet which version they hold; try again")
     if session.torn:
-        return _refuse("Torn", "the live weights are of no one version: a whole round must succeed first")
+        return _refuse("Torn", f"{TORN}: a whole round must succeed first")
     round_ = session.round
     if session.halt is not None and (request.term, request.after) < session.halt.number:
         return _refuse("Halted", f"halted for round {session.halt.round}, which is not over")
-    if round_ is not None and (round_.fenced or round_.held):
+    if session.unsettled is not None:
+        return _refuse("Unsettled", _not_settled(session.unsettled))
+    if round_ is not None and (round_.fenced or round_.held or _in_flux(session)):
         return _refuse(
-            "Undecided", f"round {round_.round} is verified and undecided here: commit or abort it first"
+            "Undecided",
+            f"round {round_.round} is {round_.phase} and undecided here: commit or abort it first",
         )
     if round_ is not None and round_.phase is RoundPhase.COMMITTING:
         return _refuse("Committing", f"version {round_.version!r} is being made live: admit it afterwards")
@@ -875,7 +1031,7 @@ def _drop_epoch(session: Session) -> tuple[Session, tuple[Effect, ...]]:
     session, effects = _kill(session, unclean, "another epoch begins, or this one is over")
     session, go_on = _let_go(session, GoOn())
     effects += go_on
-    if go_on:
+    if go_on or session.unsettled is not None:
         session = replace(session, halt=None)
     if epoch is not None:
         if session.movers:
@@ -955,8 +1111,9 @@ def _fail_round(session: Session, problem: Problem) -> tuple[Session, tuple[Effe
     round_ = session.round
     if round_ is None or ORDER[round_.phase] >= ORDER[RoundPhase.VERIFIED]:
         return session, ()
+    session, go_on = _let_go(session, GoOn(), problem)
     session = replace(session, round=_ended(round_, RoundPhase.FAILED, problem))
-    return session, _tell(session, all_ranks=True)
+    return session, go_on + _tell(session, all_ranks=True)
 
 
 # ---- events ------------------------------------------------------------------------------------------------
@@ -964,6 +1121,12 @@ def _fail_round(session: Session, problem: Problem) -> tuple[Session, tuple[Effe
 
 def observe(session: Session, event: Event, now: float) -> tuple[Session, tuple[Effect, ...]]:
     """Take in what happened. Events of things that are over change nothing."""
+    session, effects = _observe(session, event, now)
+    session, more = _settle(session, now)
+    return session, effects + more
+
+
+def _observe(session: Session, event: Event, now: float) -> tuple[Session, tuple[Effect, ...]]:
     match event:
         case MoverReported():
             session, effects = _mover_reported(session, event)
@@ -985,7 +1148,9 @@ def observe(session: Session, event: Event, now: float) -> tuple[Session, tuple[
         case RequestsEnded():
             return _requests_ended(session, event)
         case LiveObserved(live, torn):
-            return _live(session, live, torn)
+            return (session, ()) if _in_flux(session) else _live(session, live, torn)
+        case Settled():
+            return _settled(session, event)
         case DecisionLearnt():
             return _decision_learnt(session, event, now)
         case TimePassed():
@@ -1097,9 +1262,11 @@ def _flip_ended(session: Session, event: FlipEnded) -> tuple[Session, tuple[Effe
         round_ is not None and (round_.epoch, round_.round) == (event.epoch, event.round) and round_.flipping
     )
     if not mine:
-        return _live(session, event.live, event.torn)
+        return (session, ()) if _in_flux(session) else _live(session, event.live, event.torn)
     assert round_ is not None
     if event.live == round_.version and not event.torn:
+        # Of a flip that failed after the weights were live, the server leaves a held scheduler held.
+        go_on = (GoOn(),) if round_.held and event.problem is not None else ()
         session = replace(
             _no_longer_halted(session, round_),
             live=event.live,
@@ -1111,9 +1278,9 @@ def _flip_ended(session: Session, event: FlipEnded) -> tuple[Session, tuple[Effe
         if session.guard.open:
             # In sync before the flip, in sync after it: serving never stops.
             session = replace(session, guard=Guard(True, round_.version, ""))
-            return session, ()
+            return session, go_on
         because = f"version {round_.version!r} is live; waiting for the operator to admit it"
-        return replace(session, guard=Guard(False, None, because)), (CloseGuard(because),)
+        return replace(session, guard=Guard(False, None, because)), (CloseGuard(because), *go_on)
     problem = event.problem or _problem("FlipFailed", f"the workers hold {_named(event.live)} after the flip")
     session = replace(session, round=replace(round_, flipping=False, problem=problem))
     session, effects = _live(session, event.live, event.torn)
@@ -1129,6 +1296,8 @@ def _hold_ended(session: Session, event: HoldEnded) -> tuple[Session, tuple[Effe
     round_ = session.round
     if round_ is None or (round_.epoch, round_.round) != (event.epoch, event.round) or not round_.held:
         return session, (GoOn(),) if event.problem is None else ()
+    if round_.phase is RoundPhase.PREPARING:
+        return _stands_still(session, round_, event.problem)
     halt = session.halt
     if event.problem is None:
         if halt is not None and (halt.epoch, halt.round) == (event.epoch, event.round):
@@ -1136,8 +1305,20 @@ def _hold_ended(session: Session, event: HoldEnded) -> tuple[Session, tuple[Effe
         return session, ()
     if round_.phase is not RoundPhase.VERIFIED:
         return session, ()  # committing by now: the flip stops the scheduler itself
+    session, _ = _let_go(replace(session, round=replace(round_, held=False)), GoOn(), event.problem)
     session = replace(session, round=_ended(round_, RoundPhase.FAILED, event.problem))
     return _no_longer_halted(session, round_), ()
+
+
+def _stands_still(
+    session: Session, round_: Round, problem: Problem | None
+) -> tuple[Session, tuple[Effect, ...]]:
+    """In place: the scheduler stands still, so the transfer may begin; or it goes on as before."""
+    if problem is not None:
+        session = replace(session, round=replace(round_, held=False))
+        return _fail_round(session, problem)
+    deadline = None if round_.deadline is None else round_.deadline + STANDING_SECONDS
+    return replace(session, round=replace(round_, phase=RoundPhase.READY, deadline=deadline)), ()
 
 
 def _requests_ended(session: Session, event: RequestsEnded) -> tuple[Session, tuple[Effect, ...]]:
@@ -1147,10 +1328,15 @@ def _requests_ended(session: Session, event: RequestsEnded) -> tuple[Session, tu
     return replace(session, halt=replace(session.halt, step=step)), ()
 
 
-def _live(session: Session, live: str | None, torn: bool) -> tuple[Session, tuple[Effect, ...]]:
+def _live(
+    session: Session, live: str | None, torn: bool, problem: Problem | None = None
+) -> tuple[Session, tuple[Effect, ...]]:
     session = replace(session, live=live, torn=torn, live_known=True)
+    if torn and not session.guard.open and problem is None and session.guard.because.startswith(TORN):
+        return session, ()  # the first account has the cause
     if torn:
-        return _close(session, "the live weights are of no one version; a whole round must succeed first")
+        why = f" ({problem.reason}: {problem.message})" if problem is not None else ""
+        return _close(session, f"{TORN}: a whole round must succeed first{why}")
     flipping = session.round is not None and session.round.flipping
     if session.guard.open and session.guard.admitted != live and not flipping:
         return _close(session, f"{_named(live)} became live outside of any round")
@@ -1175,7 +1361,7 @@ def _decision_learnt(
     if event.verdict == "aborted":
         problem = _problem("Aborted", "the trainer's agent says that the round was aborted")
         was_fenced = round_.fenced
-        session, go_on = _let_go(session, GoOn())
+        session, go_on = _let_go(session, GoOn(), problem)
         session = replace(session, round=_ended(round_, RoundPhase.ABORTED, problem))
         session = _no_longer_halted(session, round_)
         if not was_fenced:
@@ -1191,17 +1377,21 @@ def _decision_learnt(
 
 
 def _time_passed(session: Session, now: float) -> tuple[Session, tuple[Effect, ...]]:
-    effects: tuple[Effect, ...] = ()
+    session, effects = _unsettled_too_long(session, now)
     epoch = session.epoch
     if epoch is not None and epoch.phase is EpochPhase.JOINING and now >= epoch.deadline:
         late = _late_joiners(session)
-        session, effects = _kill(session, tuple(session.movers), "the epoch's deadline passed")
+        session, kills = _kill(session, tuple(session.movers), "the epoch's deadline passed")
         session, more = _fail_epoch(session, late)
-        effects += more
+        effects += kills + more
     round_ = session.round
     if round_ is None or round_.phase in FINAL:
         return session, effects
-    if round_.phase is RoundPhase.PREPARING and round_.deadline is not None and now >= round_.deadline:
+    due = round_.deadline is not None and now >= round_.deadline
+    if session.pod.in_place and round_.phase in (RoundPhase.PREPARING, RoundPhase.READY) and due:
+        session, more = _fail_round(session, _stood_in_vain(session))
+        return session, effects + more
+    if round_.phase is RoundPhase.PREPARING and due:
         ranks = [session.pod.trainer_ranks[i] for i in _ranks_without(session, round_.version)]
         problem = _problem(
             "PrepareTimeout",
@@ -1230,6 +1420,31 @@ def _time_passed(session: Session, now: float) -> tuple[Session, tuple[Effect, .
         # A trainer pod serves nothing: it goes on waiting for the word, at no cost to anybody.
         return replace(session, round=replace(round_, decide_by=None)), effects
     return session, effects
+
+
+def _unsettled_too_long(session: Session, now: float) -> tuple[Session, tuple[Effect, ...]]:
+    """Movers that do not end, or workers that do not answer: taken for torn. What is live is asked all the same."""
+    left = session.unsettled
+    if left is None or left.deadline is None or now < left.deadline:
+        return session, ()
+    stuck = tuple(i for i, s in session.movers.items() if s.mover_id in left.movers)
+    session, effects = _kill(
+        session, stuck, f"round {left.round} failed, and they go on writing to the live weights"
+    )
+    session, closed = _live(session, session.live, True, left.problem)
+    held = (EndRequests(),) if left.held else ()
+    left = replace(left, held=False, deadline=float("inf"))
+    return replace(session, unsettled=left), effects + closed + held
+
+
+def _stood_in_vain(session: Session) -> Problem:
+    round_, pod = session.round, session.pod
+    assert round_ is not None
+    if round_.phase is RoundPhase.READY:
+        return _problem(
+            "NoTransfer", f"pod {pod.name} stood still for a transfer that was not asked for in time"
+        )
+    return _problem("HaltTimeout", f"the scheduler of pod {pod.name} did not stand still in time")
 
 
 def _late_joiners(session: Session) -> Problem:
@@ -1300,11 +1515,14 @@ def _who(pod: Pod, local_rank: int) -> str:
 def next_deadline(session: Session) -> float | None:
     """When `TimePassed` is due next."""
     times: list[float] = []
+    left = session.unsettled
+    if left is not None and left.deadline is not None and left.deadline < float("inf"):
+        times.append(left.deadline)
     if session.epoch is not None and session.epoch.phase is EpochPhase.JOINING:
         times.append(session.epoch.deadline)
     round_ = session.round
     if round_ is not None and round_.phase not in FINAL and round_.phase is not RoundPhase.COMMITTING:
-        if round_.deadline is not None and round_.phase in (RoundPhase.PREPARING, RoundPhase.TRANSFERRING):
+        if round_.deadline is not None and ORDER[round_.phase] <= ORDER[RoundPhase.TRANSFERRING]:
             times.append(round_.deadline)
         if round_.decide_by is not None and round_.phase is not RoundPhase.TRANSFERRING:
             times.append(round_.decide_by)
@@ -1328,6 +1546,7 @@ def agent_state(session: Session, revision: int, problem: Problem | None = None)
             workers=pod.local_ranks,
             live_version=session.live,
             torn=session.torn,
+            in_place=pod.in_place,
             serving=session.guard.open,
             closed_because=session.guard.because,
             halted=None

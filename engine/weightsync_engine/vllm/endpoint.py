@@ -78,7 +78,8 @@ class EndpointPlugin:
         if server.problem is not None:
             log.error("this server cannot take part: %s", server.problem.message)
         self.server = server
-        core = AgentCore(make_pod("inference", uuid.uuid4().hex, server.workers), sockets, server)
+        pod = make_pod("inference", uuid.uuid4().hex, server.workers, in_place=server.in_place)
+        core = AgentCore(pod, sockets, server)
         verifier: Any
         try:
             verifier = TokenVerifier.from_environment()

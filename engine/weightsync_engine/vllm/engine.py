@@ -37,9 +37,11 @@ from ..mover.slab import Slab, SlabError
 from ..mover.supervisor import UP_SECONDS, MoverSupervisor
 from ..protocol.messages import Problem, Rendezvous
 from ..protocol.mover import MoverJoin, MoverTransfer
-from ..protocol.names import ENV_DRAFT_MODEL, FROZEN
+from ..protocol.names import ENV_COMMIT, ENV_DRAFT_MODEL, FROZEN, IN_PLACE, STAGED
 from ..resolve.checkpoint import NoCheckpoint, open_checkpoint
 from ..resolve.manifest import Resolved, resolve
+from . import inplace
+from .inplace import InPlace, NotInPlace
 from .plugin import log_with_vllm
 from .shadow import Flipped, Shadow
 
@@ -49,6 +51,7 @@ WHAT_TO_DO = (
     "use more GPUs for each server (--tensor-parallel-size), raise --gpu-memory-utilization where the GPU is not full, "
     "free it of other processes, or lower WEIGHTSYNC_STAGING_MIB"
 )
+OR_IN_PLACE = f"; {ENV_COMMIT}={IN_PLACE} needs no shadow, but nothing is generated while weights travel"
 REASONS = 8
 """Unresolved parameters that a worker's description names."""
 
@@ -152,7 +155,8 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
         self.boot = uuid.uuid4().hex
         self.problem: Problem | None = None
         self.resolved: Resolved | None = None
-        self.shadow: Shadow | None = None
+        self.in_place = False
+        self.shadow: Shadow | InPlace | None = None
         self.supervisor: MoverSupervisor | None = None
         self._run_dir: Path | None = None
         self._init: InitInfo | None = None
@@ -169,7 +173,10 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
             self.problem = Problem(reason="EngineFailed", message=f"{type(e).__name__}: {e}"[:1024])
 
     def _build(self) -> None:
+        self.in_place = commit_mode() == IN_PLACE
         refuse = refusal(self.vllm_config)
+        if self.in_place:
+            refuse = refuse or inplace.refusal(self.vllm_config)
         checkpoint, why = None, refuse
         if not refuse:
             try:
@@ -202,18 +209,20 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
             message = f"weights on {self.device.type} are not supported: only CUDA devices and the CPU are"
             self.problem = Problem(reason="NotSupported", message=message)
             return
-        staging = 0
+        staging = staging_bytes() if self.device.type == "cuda" else 0
         try:
-            if self.device.type == "cuda":
-                staging = staging_bytes()
-                needs = Needs.of("shadow", self.resolved.slab_bytes, staging)
-                check_memory(needs, self.device, WHAT_TO_DO, memory_limit(self.vllm_config, self.device))
-            slab = Slab.create(self.resolved.slab_bytes, self.device)
+            if self.in_place:
+                slab, self.shadow = self._in_place(self.resolved, staging)
+            else:
+                slab, self.shadow = self._staged(self.resolved, staging)
+        except NotInPlace as e:
+            self.problem = Problem(reason="NotSupported", message=str(e)[:1024])
+            log.error("%s", e)
+            return
         except SlabError as e:
             self.problem = Problem(reason="NoMemory", message=str(e)[:1024])
             log.error("%s", e)
             return
-        self.shadow = Shadow(self.resolved, slab)
         self._run_dir = Path(tempfile.mkdtemp(prefix="weightsync-"))
         atexit.register(self._clean)
         self.supervisor = MoverSupervisor(
@@ -231,12 +240,38 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
                 self.problem = Problem(reason="MoverNotUp", message=why[:1024])
                 log.error("%s", why)
         log.info(
-            "weightsync worker %d: %d parameters (%d by vLLM's loader), shadow of %d bytes",
+            "weightsync worker %d: %d parameters (%d by vLLM's loader), %s of %d bytes",
             self.rank,
             len(self.resolved.manifest.expected),
             len(self.resolved.manifest.fallback),
+            "live weights" if self.in_place else "shadow",
             self.resolved.slab_bytes,
         )
+
+    def _staged(self, resolved: Resolved, staging: int) -> tuple[Slab, Shadow]:
+        if self.device.type == "cuda":
+            needs = Needs.of("shadow", resolved.slab_bytes, staging)
+            limit = memory_limit(self.vllm_config, self.device)
+            check_memory(needs, self.device, WHAT_TO_DO + OR_IN_PLACE, limit)
+        slab = Slab.create(resolved.slab_bytes, self.device)
+        return slab, Shadow(resolved, slab)
+
+    def _in_place(self, resolved: Resolved, staging: int) -> tuple[Slab, InPlace]:
+        if why := inplace.unfit(resolved):
+            raise NotInPlace(why)
+        if self.device.type == "cuda":
+            what = "weights, which are there twice while they move to where their mover can write"
+            needs = Needs.of(what, resolved.slab_bytes, staging, replaced=inplace.live_bytes(resolved))
+            check_memory(needs, self.device, WHAT_TO_DO, memory_limit(self.vllm_config, self.device))
+        slab = Slab.create(resolved.slab_bytes, self.device)
+        try:
+            live = InPlace(resolved, slab, self.model)
+        except NotInPlace:
+            slab.close()
+            raise
+        if slab.gpu is not None:
+            slab.gpu.drop_cached()  # of which vLLM's KV cache is to have the most
+        return slab, live
 
     # -- what the pod's agent calls, through collective_rpc --------------------------------------------------
 
@@ -249,6 +284,7 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
             "bytes": self.resolved.slab_bytes if self.resolved else 0,
             "unresolved": dict(list(manifest.unresolved.items())[:REASONS]) if manifest else {},
             "not_compared": self.resolved.not_compared if self.resolved else "",
+            "in_place": self.in_place,
         }
 
     def flip(self, object_uid: str, epoch: int, round_: int, version: str) -> dict[str, Any]:
@@ -348,6 +384,12 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
             return Problem(reason="BadInitInfo", message=init_info.error)
         if self.problem is not None:
             return self.problem
+        if self.in_place:
+            message = (
+                f"{ENV_COMMIT}={IN_PLACE} needs the pod's agent, which stops generation for the transfer and closes a "
+                f"server whose transfer failed: use {STAGED} without Kubernetes"
+            )
+            return Problem(reason="NotSupported", message=message)
         try:
             join = MoverJoin(
                 object_uid=init_info.object_uid,
@@ -430,6 +472,14 @@ def refusal(config: VllmConfig) -> str:
     if uva is not None and uva.cpu_offload_gb:
         return "weights that are offloaded to the CPU are not supported"
     return ""
+
+
+def commit_mode() -> str:
+    """How new weights become live in this pod. Raises ValueError for a bad setting."""
+    mode = os.environ.get(ENV_COMMIT) or STAGED
+    if mode not in (STAGED, IN_PLACE):
+        raise ValueError(f"{ENV_COMMIT} is {mode!r}: set it to {STAGED} or {IN_PLACE}")
+    return mode
 
 
 def memory_limit(config: VllmConfig, device: torch.device) -> int | None:

@@ -55,6 +55,8 @@ class VllmServer:
         self.core = core
         self.workers = workers
         self.problem: Problem | None = None
+        self.in_place = False
+        """The workers' movers write to the live weights, not beside them."""
         self.version: str | None = None
         """What the workers held when they were last asked."""
         self.seconds: dict[str, float] = {}
@@ -76,6 +78,7 @@ class VllmServer:
             if answer["problem"]:
                 self.problem = _of_worker(answer)
                 break
+        self.in_place = any(answer.get("in_place", False) for answer in answers)
         return [str(answer.get("socket", "")) for answer in answers]
 
     async def live(self) -> tuple[str | None, bool]:
@@ -83,8 +86,10 @@ class VllmServer:
         answers = await self._ask("weightsync_live")
         versions = {answer.get("version", "") for answer in answers}
         torn = len(versions) > 1 or any(answer.get("torn", False) for answer in answers)
-        self.version = next(iter(versions)) or None if not torn else None
-        return self.version, torn
+        version = next(iter(versions)) or None if not torn else None
+        if not (torn and self.in_place and self.held):  # a transfer in place: what is served is as it was
+            self.version = version
+        return version, torn
 
     async def hold(self, policy: FlipPolicy, deadline_seconds: float) -> Problem | None:
         """Stop the scheduler, with running requests as `policy` says, until `go_on`, `end_requests` or a flip that
@@ -98,6 +103,12 @@ class VllmServer:
                     return problem
             except TimeoutError:
                 return _late("before it was to stop", deadline_seconds)
+            if self._foreign and self.in_place:
+                message = (
+                    "the scheduler was paused by somebody else, who may let it go on in the middle of a transfer in "
+                    "place: resume it first"
+                )
+                return Problem(reason="PausedElsewhere", message=message)
             try:
                 problem = await self._pause(policy, deadline, deadline_seconds)
                 self.held = problem is None
