@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hypothesis import HealthCheck, given, settings
@@ -30,6 +30,7 @@ from weightsync_engine.protocol.session import (
     FINAL,
     ORDER,
     AskDecision,
+    AskLive,
     DecisionLearnt,
     EndRequests,
     Event,
@@ -47,6 +48,8 @@ from weightsync_engine.protocol.session import (
     Refused,
     RequestsEnded,
     Session,
+    Settled,
+    StartTransfer,
     StoreOpened,
     TellOutcome,
     TimePassed,
@@ -60,6 +63,7 @@ from weightsync_engine.protocol.session import (
 BOOT = "boot-0123456789"
 STORE = Rendezvous(host="10.0.0.1", port=4000)
 SERVER = Pod("inference", BOOT, "vllm-0", "v-uid", "10.0.0.2", 2)
+IN_PLACE = replace(SERVER, in_place=True)
 TRAINER = Pod("trainer", BOOT, "trainer-0", "t-uid", "10.0.0.1", 2, "run", (0, 1), 2)
 BROKEN = Problem(reason="Broken", message="because")
 
@@ -133,6 +137,7 @@ def good_movers(draw: st.DrawFn) -> str:
         + ["halt", "stop", "stop", "stop fails", "end"]
         + ["flip", "flip", "flip-fails", "flip-tears", "late", "alone", "asked"]
     )
+    kinds += ["die", "settle", "settle", "untouched"]
     return draw(st.sampled_from([*kinds, "asked in vain", "commit now", "abort now", "look", "tear"]))
 
 
@@ -168,6 +173,12 @@ class World:
     """Requests that were let in once: they never end by themselves."""
     told: frozenset[tuple[int, int]] = frozenset()
     """(epoch, round) whose commit was accepted or learnt."""
+    writing: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """In place: movers that may write to the live weights, and for which (epoch, round)."""
+    killed: tuple[tuple[int, str], ...] = ()
+    unsettled: AskLive | None = None
+    unended: bool = False
+    """Requests could not be ended: the server says so, and nothing more can be done."""
 
     def take(self, session: Session, effects: tuple[Any, ...]) -> None:
         before, self.session = self.session, session
@@ -181,6 +192,17 @@ class World:
                 self.flip = effect
             if isinstance(effect, AskDecision):
                 self.ask = effect
+            if isinstance(effect, KillMovers):
+                self.killed += effect.movers
+            if isinstance(effect, StartTransfer) and session.pod.in_place:
+                assert self.standing and not self.stopping, "written to while the server generates"
+                assert session.epoch is not None
+                self.torn = True
+                where = (effect.message.epoch, effect.message.round)
+                self.writing[session.epoch.joined[effect.local_rank]] = where
+            if isinstance(effect, AskLive):
+                assert not self.writing, "asked what is live while it may still change"
+                self.unsettled = effect
             if isinstance(effect, EndRequests | GoOn):
                 # A hold that is still under way is not waited for.
                 self.stopping = tuple(e for e in self.stopping if not isinstance(e, Hold))
@@ -203,6 +225,7 @@ class World:
         else:
             self.standing = False
             self.running = fails or self.session.guard.open
+            self.unended = self.unended or fails
             self.event(RequestsEnded(effect.mark, BROKEN if fails else None))
 
     def check_halt(self) -> None:
@@ -210,13 +233,43 @@ class World:
         mark, round_ = session.halt, session.round
         if mark is not None and mark.step == "done" and session.pod.role == "inference":
             assert self.standing or not self.running, "said to have halted, and generates"
-        if self.standing and not self.stopping:
+        if session.pod.in_place and self.torn and not self.stopping and not self.unended:
+            assert self.standing or not self.running, "generates with weights of no one version"
+        if self.standing and not self.stopping and (left := session.unsettled) is not None:
+            assert left.held, "nobody will ever let the scheduler go on"
+            assert left.deadline is not None and left.deadline < float("inf"), (
+                "it stands still without an end"
+            )
+        elif self.standing and not self.stopping:
             assert round_ is not None and round_.held, "nobody will ever let the scheduler go on"
             bounded = round_.flipping or round_.asking or round_.decide_by is not None
             assert bounded, "the scheduler stands still without an end"
 
     def event(self, event: Event) -> None:
+        self.note_writers(event)
         self.take(*observe(self.session, event, self.now))
+
+    def note_writers(self, event: Event) -> None:
+        """Who has stopped writing by what is told now."""
+        if isinstance(event, MoverLost):
+            self.writing.pop(event.mover_id, None)
+        if not isinstance(event, MoverReported) or event.state.mover_id in self.session.condemned:
+            return
+        state, before = event.state, self.session.movers.get(event.local_rank)
+        if before is not None and before.mover_id != state.mover_id:
+            self.writing.pop(before.mover_id, None)
+        r = state.round
+        if r is None or state.epoch is None or state.epoch.phase is not EpochPhase.JOINED:
+            return
+        if self.writing.get(state.mover_id) == (r.epoch, r.round) and r.phase is not RoundPhase.TRANSFERRING:
+            del self.writing[state.mover_id]
+
+    def settle(self, untouched: bool) -> None:
+        """The workers answer what they hold; `untouched`: the transfer failed before anybody wrote."""
+        ask, self.unsettled = self.unsettled, None
+        if ask is not None:
+            self.torn = self.torn and not untouched
+            self.event(Settled(ask.epoch, ask.round, self.live, self.torn))
 
     def step(self, step: Any) -> None:
         if isinstance(step, Addressed):
@@ -249,6 +302,12 @@ class World:
             if (round_ := self.session.round) is not None:
                 who = {"boot_id": BOOT, "object_uid": self.session.object_uid, "term": self.session.term}
                 self.step(Halt(**who, epoch=round_.epoch, round=round_.round, deadline_seconds=4))
+        elif step == "die":
+            killed, self.killed = self.killed, ()
+            for local_rank, mover in killed:
+                self.event(MoverLost(local_rank, mover))
+        elif step in ("settle", "untouched"):
+            self.settle(step == "untouched")
         elif step in ("asked", "asked in vain"):
             if self.ask is not None:
                 ask, self.ask = self.ask, None
@@ -266,7 +325,7 @@ class World:
                     self.step(Abort(**who, **which, problem=BROKEN))
         elif step in ("look", "tear"):
             if self.session.pod.role == "inference" and self.flip is None:
-                self.torn = self.torn or step == "tear"
+                self.torn = self.torn or (step == "tear" and not self.session.pod.in_place)
                 self.event(LiveObserved(self.live, self.torn))
         else:
             self.event(step)
@@ -362,7 +421,12 @@ def check(before: Session, after: Session, effects: tuple[Any, ...], world: Worl
         assert (new.epoch, new.round) in world.told
     # Inference: committed means live, and the guard is open only with what is live and whole.
     if after.pod.role == "inference":
-        assert (after.live, after.torn) == (world.live, world.torn) or not after.live_known
+        in_flux = after.unsettled is not None or (
+            after.pod.in_place
+            and new is not None
+            and (new.phase in (RoundPhase.TRANSFERRING, RoundPhase.VERIFIED) or new.flipping)
+        )
+        assert in_flux or (after.live, after.torn) == (world.live, world.torn) or not after.live_known
         committing_now = (
             new is not None
             and new.phase is RoundPhase.COMMITTED
@@ -388,16 +452,17 @@ def check(before: Session, after: Session, effects: tuple[Any, ...], world: Worl
             assert {mover for _, mover in effect.movers} <= after.condemned | frozenset()
 
 
-course = st.integers(0, 8).map(lambda n: ["next", "obey"] * n)
+course = st.integers(0, 8).map(lambda n: ["next", "stop", "obey"] * n)
 """A start without trouble, of any length: into an epoch, a round, its transfer, its commit."""
+servers = st.sampled_from([SERVER, IN_PLACE])
 
 
-@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
-@given(course, st.lists(events(trainer=False), max_size=40))
+@settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
+@given(servers, course, st.lists(events(trainer=False), max_size=40))
 def test_a_server_never_goes_live_without_a_decision_nor_serves_what_it_should_not(
-    start: list[str], steps: list[Any]
+    pod: Pod, start: list[str], steps: list[Any]
 ) -> None:
-    session, _ = observe(Session(SERVER), LiveObserved(None, False), 0.0)
+    session, _ = observe(Session(pod), LiveObserved(None, False), 0.0)
     world = World(session)
     for step in [*start, *steps]:
         world.step(step)
@@ -412,11 +477,11 @@ def test_a_trainer_never_reports_a_commit_that_was_not_decided(start: list[str],
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
-@given(course, st.lists(events(trainer=False), max_size=30), requests(trainer=False))
+@given(servers, course, st.lists(events(trainer=False), max_size=30), requests(trainer=False))
 def test_a_request_that_was_accepted_may_be_repeated(
-    start: list[str], steps: list[Any], request: Addressed
+    pod: Pod, start: list[str], steps: list[Any], request: Addressed
 ) -> None:
-    session, _ = observe(Session(SERVER), LiveObserved(None, False), 0.0)
+    session, _ = observe(Session(pod), LiveObserved(None, False), 0.0)
     world = World(session)
     for step in [*start, *steps]:
         world.step(step)
