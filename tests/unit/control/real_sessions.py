@@ -34,6 +34,8 @@ class RealAgent(SimAgent):
         """The scheduler stands still."""
         self.running = False
         """Requests that were let in once and never end by themselves."""
+        self.torn = False
+        """In place: written to since the last flip."""
         self.snapshot: Published | None = None
         self.begin(state.boot_id)
 
@@ -50,10 +52,11 @@ class RealAgent(SimAgent):
             run_id=trainer.run_id if trainer else "",
             trainer_ranks=ranks,
             trainer_world=trainer.world_size if trainer else 0,
+            in_place=inference is not None and inference.in_place,
         )
         self.session = machine.Session(pod=pod)
         self.held, self.flips, self.holds, self.movers = [], [], [], {}
-        self.standing = self.running = False
+        self.standing = self.running = self.torn = False
         if inference is not None:
             self.see(machine.LiveObserved(None, False))
         for rank in range(pod.local_ranks):
@@ -121,6 +124,9 @@ class RealAgent(SimAgent):
                 )
                 self.mover(effect.local_rank, epoch=joined, round=None)
             case machine.StartTransfer():
+                if self.session.pod.in_place:
+                    assert self.standing, "written to while it generates"
+                    self.torn = True
                 self.transfer(effect.local_rank, effect.message)
             case machine.KillMovers():
                 for rank, mover_id in effect.movers:
@@ -144,6 +150,9 @@ class RealAgent(SimAgent):
                 self.holds, self.standing = [], False
                 self.running = self.session.guard.open
                 self.see(machine.RequestsEnded(effect.mark, None))
+            case machine.AskLive():
+                assert not self.held, "asked what is live while it is written to"
+                self.see(machine.Settled(effect.epoch, effect.round, self.session.live, self.torn))
             case machine.AskDecision():
                 self.ask(effect)
             case _:
@@ -173,8 +182,8 @@ class RealAgent(SimAgent):
         problem: Problem | None = self.fail.get("flip")
         live = self.session.live if problem else flip.version
         if problem is None:
-            self.standing = False
-        self.see(machine.FlipEnded(flip.epoch, flip.round, problem, live, False))
+            self.standing = self.torn = False
+        self.see(machine.FlipEnded(flip.epoch, flip.round, problem, live, self.torn))
 
     def stand(self) -> None:
         hold = self.holds.pop(0)

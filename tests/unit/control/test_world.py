@@ -27,10 +27,11 @@ BARRIER = {"flip": {"strategy": "Barrier"}}
 
 class Anything(RuleBasedStateMachine):
     barrier = False
+    in_place: frozenset[str] = frozenset()
 
     @initialize(joined=st.booleans())
     def begin(self, joined: bool) -> None:
-        self.world = World(**SPEC, **(BARRIER if self.barrier else {}))
+        self.world = World(in_place=self.in_place, **SPEC, **(BARRIER if self.barrier else {}))
         # With loaded weights an operator that is no longer the one may still open a new process: see below.
         if joined or self.barrier:
             version = self.world.publish()
@@ -140,11 +141,24 @@ class AnythingWithBarrier(Anything):
     barrier = True
 
 
+class AnythingInPlace(Anything):
+    """The same with a server whose live weights are written: it generates nothing while they are of no one version."""
+
+    in_place = frozenset({"vllm-0"})
+
+
+class AnythingInPlaceWithBarrier(AnythingInPlace):
+    barrier = True
+
+
 Anything.TestCase.settings = AnythingWithBarrier.TestCase.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestAnything = Anything.TestCase
 TestAnythingWithBarrier = AnythingWithBarrier.TestCase
+AnythingInPlace.TestCase.settings = AnythingInPlaceWithBarrier.TestCase.settings = Anything.TestCase.settings
+TestAnythingInPlace = AnythingInPlace.TestCase
+TestAnythingInPlaceWithBarrier = AnythingInPlaceWithBarrier.TestCase
 
 
 # ---- traces that break a plan without a durable decision ---------------------------------------------------
@@ -226,3 +240,22 @@ def test_whatever_becomes_of_the_write_of_a_decision_the_round_ends_and_a_versio
         while world.wire:
             world.deliver(0)
     world.run(lambda: world.in_sync(second))
+
+
+def test_a_server_that_a_failed_transfer_tore_is_mended_by_a_round_of_what_is_served() -> None:
+    world = World(in_place=frozenset({"vllm-0"}), **SPEC)
+    first = world.publish()
+    world.run(lambda: world.in_sync(first))
+    torn = world.agents["vllm-0"]
+    torn.hold = frozenset({"transfer"})
+    world.publish()
+    world.run(lambda: torn.held != [])
+    assert world.ready("vllm-0"), "it stands still, and is what the fleet serves"
+    world.lose_mover("vllm-0")
+    world.well()
+    assert torn.session.torn
+    assert not world.ready("vllm-0")
+    assert world.ready("vllm-1")
+    torn.release()
+    world.run(lambda: world.in_sync("step-2"))
+    assert not torn.torn

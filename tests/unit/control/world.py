@@ -35,7 +35,10 @@ class Operator:
 
 
 class World:
-    def __init__(self, servers: int = 2, trainers: int = 1, **spec: Any) -> None:
+    def __init__(
+        self, servers: int = 2, trainers: int = 1, in_place: frozenset[str] = frozenset(), **spec: Any
+    ) -> None:
+        """`in_place`: names of servers whose movers write to the live weights."""
         self.spec = WeightSyncSpec.model_validate(spec)
         self.settings = Settings()
         self.now = 100.0
@@ -57,7 +60,10 @@ class World:
         for index in range(trainers):
             self.add(f"trainer-{index}", trainer_state(f"trainer-{index}", ranks=(index,), world=trainers))
         for index in range(servers):
-            self.add(f"vllm-{index}", inference_state(f"vllm-{index}"))
+            state = inference_state(f"vllm-{index}")
+            assert state.inference is not None
+            facts = state.inference.model_copy(update={"in_place": state.pod_name in in_place})
+            self.add(state.pod_name, state.model_copy(update={"inference": facts}))
 
     # ---- pods ----------------------------------------------------------------------------------------------
 
@@ -261,6 +267,7 @@ class World:
             session = agent.session
             assert session.live is None or session.live in versions, f"{name} holds what was never decided"
             assert not (session.guard.open and session.torn), f"{name} serves torn weights"
+            assert not (agent.torn and agent.generates), f"{name} generates with torn weights"
             held = session.round
             if session.guard.open and not (held is not None and held.flipping):
                 assert session.guard.admitted == session.live, f"{name} serves other weights than was allowed"
