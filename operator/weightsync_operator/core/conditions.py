@@ -214,12 +214,15 @@ def _pods_behind(view: View) -> Verdict | None:
     told = ", ".join(behind[:5]) + (f" and {len(behind) - 5} more" if len(behind) > 5 else "")
     have = published(view.roster)
     torn = [
-        member.pod
+        (member.pod, member.state.inference.closed_because)
         for member in view.roster.inference
         if member.state.inference is not None and member.state.inference.torn
     ]
     if torn:
-        return Verdict("False", names.TORN, f"the live weights of {torn[0]} are of no one version")
+        pod, because = torn[0]
+        more = f" (and {len(torn) - 1} more pods)" if len(torn) > 1 else ""
+        why = because or "its live weights are of no one version"
+        return Verdict("False", names.TORN, f"pod {pod}{more}: {why}")
     waits = [
         member.pod
         for member in view.roster.inference

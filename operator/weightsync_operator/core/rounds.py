@@ -1190,7 +1190,8 @@ class _Planner:
     def _why_out(self, facts: InferenceFacts) -> tuple[str, str]:
         version = committed_version(self.facts)
         if facts.torn:
-            return names.TORN, "its live weights are of no one version; the next complete round mends it"
+            told = facts.closed_because or "its live weights are of no one version"
+            return names.TORN, f"{told}; the next complete round mends it"
         if version is None:
             return names.NO_VERSION_YET, "spec.beforeFirstVersion is Closed and no version is committed yet"
         return (

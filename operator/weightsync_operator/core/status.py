@@ -49,6 +49,9 @@ def report(
     )
 
 
+UNDER_WAY = (RoundPhase.READY, RoundPhase.TRANSFERRING, RoundPhase.VERIFIED, RoundPhase.COMMITTING)
+
+
 def _left_out(remark: Remark) -> MemberReport:
     return MemberReport(
         pod=remark.pod, role=remark.role[:128], state=remark.reason[:128], message=remark.message[:1024]
@@ -71,13 +74,20 @@ def _row(member: Member, memory: Memory, observed: Observed) -> MemberReport:
     if in_round is not None and in_round.phase is not RoundPhase.COMMITTED:
         word = str(in_round.phase)
         message = in_round.problem.message if in_round.problem else ""
+        if (
+            not message
+            and state.inference is not None
+            and state.inference.in_place
+            and in_round.phase in UNDER_WAY
+        ):
+            message = "stands still: its live weights are written in place"
     elif epoch is not None and not epoch.joined and ranks:
         word = str(in_epoch.phase) if in_epoch is not None else "Joining"
         message = in_epoch.problem.message if in_epoch is not None and in_epoch.problem else ""
     elif identity.role != ROLE_INFERENCE:
         word = "Idle"
     elif state.inference is not None and state.inference.torn:
-        word = names.TORN
+        word, message = names.TORN, state.inference.closed_because
     elif state.inference is not None and not holds(state.inference, observed.facts, observed.spec):
         word = names.OUT_OF_SYNC
     elif state.inference is not None and not state.inference.serving:

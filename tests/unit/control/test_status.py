@@ -107,6 +107,44 @@ def test_members_show_ranks_version_and_state() -> None:
     ]
 
 
+def test_a_member_that_is_written_in_place_says_that_it_stands_still() -> None:
+    sim = Sim()
+    for name in ("vllm-0", "vllm-1"):
+        sim.agents[name].hold = frozenset({"transfer"})
+    agent = sim.agents["vllm-0"]
+    assert agent.state.inference is not None
+    agent.update(inference=agent.state.inference.model_copy(update={"in_place": True}))
+    sim.publish("step-1", 1)
+    sim.run(lambda: "transfer vllm-1" in sim.log)
+    sim.step()
+    told = {row.pod: (row.state, row.message) for row in shown(sim).members}
+    assert told["vllm-0"] == ("Transferring", "stands still: its live weights are written in place")
+    assert told["vllm-1"] == ("Transferring", "")
+
+
+def test_a_torn_pod_is_named_with_the_cause_in_ready_in_sync_and_its_row() -> None:
+    sim = Sim()
+    sim.publish("step-1", 1)
+    sim.run(lambda: sim.in_sync("step-1"))
+    agent = sim.agents["vllm-1"]
+    assert agent.state.inference is not None
+    because = (
+        "the live weights are of no one version: a whole round must succeed first (MoverLost: rank 2 is gone)"
+    )
+    torn = {"torn": True, "live_version": None, "serving": False, "closed_because": because, "in_place": True}
+    agent.update(inference=agent.state.inference.model_copy(update=torn))
+    sim.spec = sim.spec.model_copy(update={"suspend": True})  # or the round that mends it would begin
+    sim.step()
+    made = shown(sim)
+    for kind in ("Ready", "InSync"):
+        (said,) = [item for item in made.conditions if item.type == kind]
+        assert (said.status, said.reason) == ("False", names.TORN)
+        assert f"pod vllm-1: {because}" in said.message
+    (row,) = [row for row in made.members if row.pod == "vllm-1"]
+    assert (row.state, row.message) == (names.TORN, because)
+    assert sim.gates["vllm-1"].reason == names.TORN
+
+
 def test_a_failed_attempt_shows_in_ready_with_pod_cause_and_count() -> None:
     sim = Sim()
     sim.agents["vllm-1"].fail = {"transfer": Problem(reason="DigestMismatch", message="q_proj differs")}
