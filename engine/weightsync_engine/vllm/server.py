@@ -228,9 +228,10 @@ class VllmServer:
                 await asyncio.wait_for(self.core.pause_scheduler_async("keep", False), GIVE_UP_SECONDS)
             if isinstance(e, asyncio.CancelledError):
                 raise
+            limit = "prepareSeconds" if self.in_place else "commitSeconds"
             message = (
                 f"requests still ran after {patience:g} s, and spec.flip.requests is Wait: give them less to generate, "
-                "or spec.deadlines.commitSeconds more"
+                f"or spec.deadlines.{limit} more"
             )
             return Problem(reason="RequestsRunning", message=message)
         return None

@@ -26,7 +26,7 @@ from weightsync_engine.protocol.messages import (
     Transfer,
 )
 from weightsync_engine.protocol.mover import MoverEpoch, MoverRound, MoverState
-from weightsync_engine.protocol.session import AskDecision, MoverReported, Pod, Verdict
+from weightsync_engine.protocol.session import AskDecision, MoverLost, MoverReported, Pod, Verdict
 
 BOOT = "boot-0123456789"
 WHO = {"boot_id": BOOT, "object_uid": "uid-1", "term": 1}
@@ -129,7 +129,11 @@ async def until(core: AgentCore, true: Callable[[], bool]) -> None:
             await core.wait_state(core.state().revision, 0.05)
 
 
-def verified(core: AgentCore, decide_by: float = 600) -> None:
+MOVER = MoverState(mover_id="m", pid=1, local_rank=0)
+EPOCH = MoverEpoch(object_uid="uid-1", term=1, epoch=1, phase=EpochPhase.JOINED)
+
+
+def joined(core: AgentCore) -> None:
     core.post(
         JoinEpoch(
             **WHO,
@@ -143,16 +147,18 @@ def verified(core: AgentCore, decide_by: float = 600) -> None:
             deadline_seconds=60,
         )
     )
-    epoch = MoverEpoch(object_uid="uid-1", term=1, epoch=1, phase=EpochPhase.JOINED)
-    mover = MoverState(mover_id="m", pid=1, local_rank=0)
-    core._observe(MoverReported(0, mover))
-    core._observe(MoverReported(0, mover.model_copy(update={"epoch": epoch})))
+    core._observe(MoverReported(0, MOVER))
+    core._observe(MoverReported(0, MOVER.model_copy(update={"epoch": EPOCH})))
+
+
+def verified(core: AgentCore, decide_by: float = 600) -> None:
+    joined(core)
     core.post(
         Prepare(**WHO, epoch=1, round=1, version="v1", deadline_seconds=60, decide_by_seconds=decide_by)
     )
     core.post(Transfer(**WHO, epoch=1, round=1, deadline_seconds=60))
     done = MoverRound(epoch=1, round=1, version="v1", phase=RoundPhase.VERIFIED)
-    core._observe(MoverReported(0, mover.model_copy(update={"epoch": epoch, "round": done})))
+    core._observe(MoverReported(0, MOVER.model_copy(update={"epoch": EPOCH, "round": done})))
     assert phase(core) is RoundPhase.VERIFIED
 
 
@@ -284,6 +290,45 @@ async def test_an_agent_that_ends_leaves_no_server_halted(core: AgentCore, serve
     await core.close()
     assert not server.held and not core.serving
     assert server.calls[-1] == "end", "what runs there must not go on with the old weights"
+
+
+@pytest.fixture
+async def in_place(server: FakeServer, asked: Asked, tmp_path: Path) -> AsyncIterator[AgentCore]:
+    """Its movers write to the live weights, and have been told to."""
+    pod = replace(POD, in_place=True)
+    core = AgentCore(pod, [tmp_path / "none.sock"], server, ask=asked)
+    await core.start()
+    await until(core, lambda: core.session.live_known)
+    core.post(Admit(**WHO, version=None))
+    joined(core)
+    core.post(Prepare(**WHO, epoch=1, round=1, version="v1", deadline_seconds=60, decide_by_seconds=600))
+    await until(core, lambda: phase(core) is RoundPhase.READY)
+    assert server.held
+    core.post(Transfer(**WHO, epoch=1, round=1, deadline_seconds=60))
+    yield core
+    await core.close()
+
+
+@pytest.mark.parametrize("said", ["torn", "nothing"])
+async def test_a_transfer_in_place_that_fails_is_torn_by_the_workers_word_or_for_want_of_it(
+    in_place: AgentCore, server: FakeServer, said: str
+) -> None:
+    server.torn, server.mute = said == "torn", said == "nothing"
+    in_place._observe(MoverLost(0, "m"))
+    await until(in_place, lambda: server.calls[-1] == "end")
+    assert server.calls == ["hold", "end"]
+    facts = in_place.state().inference
+    assert facts is not None and (facts.torn, facts.serving) == (True, False)
+    assert "MoverLost" in in_place.closed_because
+
+
+async def test_a_transfer_in_place_that_wrote_nothing_lets_the_server_go_on(
+    in_place: AgentCore, server: FakeServer
+) -> None:
+    in_place._observe(MoverLost(0, "m"))
+    await until(in_place, lambda: server.calls[-1] == "go on")
+    assert server.calls == ["hold", "go on"]
+    assert in_place.serving
 
 
 async def test_closing_ends_the_long_polls_and_stops_serving(core: AgentCore) -> None:

@@ -213,6 +213,20 @@ def test_what_would_leave_nothing_for_the_kv_cache_is_told_too():
             check_memory(needs, torch.device("cuda:0"), "", limit=needs.total)
 
 
+def test_weights_that_move_need_room_for_both_copies_and_then_only_for_movers():
+    needs = Needs.of("weights", 4 << 30, MIB, replaced=4 << 30)
+    assert needs.total == 4 << 30
+    assert needs.lasting == needs.contexts + MIB
+    with in_place(FakeDevice(total=8 << 30)) as device:
+        device.cached = 3 << 30
+        check_memory(needs, torch.device("cuda:0"), "", limit=(3 << 30) + needs.lasting)
+        with pytest.raises(SlabError, match=r"1048576 bytes \(1 MB\) too little, and nothing would be left"):
+            check_memory(needs, torch.device("cuda:0"), "", limit=(3 << 30) + needs.lasting - MIB)
+    said = r"4294967296 bytes .* for the weights, given back before"
+    with in_place(FakeDevice(total=3 << 30)), pytest.raises(SlabError, match=said):
+        check_memory(needs, torch.device("cuda:0"), "")
+
+
 def test_unused_memory_of_torch_counts_as_free(gpu):
     gpu.cached = (1 << 30) - MIB
     check_memory(Needs("snapshot", 512 * MIB, 0, 0), torch.device("cuda:0"), "")

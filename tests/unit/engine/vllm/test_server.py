@@ -291,6 +291,34 @@ async def test_a_held_server_goes_on_when_told(core: FakeCore, server: VllmServe
     assert core.calls == ["abort", "resume"]
 
 
+async def test_a_transfer_in_place_is_no_other_version_to_clients_until_it_has_failed(
+    core: FakeCore, server: VllmServer
+) -> None:
+    core.answers = lambda answers: [answer | {"in_place": True} for answer in answers]
+    core.versions = ["step-6", "step-6"]
+    await server.describe()
+    assert server.in_place
+    await server.live()
+    await server.hold(KEEP, 5.0)
+    core.torn.add(1)
+    assert await server.live() == (None, True), "the worker's word"
+    assert server.version == "step-6", "what answers say that they are made of"
+    await server.end_requests()
+    assert await server.live() == (None, True)
+    assert server.version is None
+
+
+async def test_a_scheduler_that_somebody_else_paused_is_not_trusted_for_a_transfer_in_place(
+    core: FakeCore, server: VllmServer
+) -> None:
+    server.in_place = True
+    core.paused = True
+    problem = await server.hold(KEEP, 5.0)
+    assert problem is not None and problem.reason == "PausedElsewhere"
+    assert "resume it first" in problem.message
+    assert (core.calls, core.paused, server.held) == ([], True, False)
+
+
 @pytest.mark.parametrize("step", ["flip", "label", "reset"])
 async def test_a_flip_that_fails_leaves_a_held_server_still_until_its_requests_are_ended(
     core: FakeCore, server: VllmServer, step: str
