@@ -220,8 +220,9 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
             log.error("%s", e)
             return
         except SlabError as e:
-            self.problem = Problem(reason="NoMemory", message=str(e)[:1024])
-            log.error("%s", e)
+            message = str(e) if self.in_place else f"{e}{OR_IN_PLACE}"
+            self.problem = Problem(reason="NoMemory", message=message[:1024])
+            log.error("%s", message)
             return
         self._run_dir = Path(tempfile.mkdtemp(prefix="weightsync-"))
         atexit.register(self._clean)
@@ -252,7 +253,7 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
         if self.device.type == "cuda":
             needs = Needs.of("shadow", resolved.slab_bytes, staging)
             limit = memory_limit(self.vllm_config, self.device)
-            check_memory(needs, self.device, WHAT_TO_DO + OR_IN_PLACE, limit)
+            check_memory(needs, self.device, WHAT_TO_DO, limit)
         slab = Slab.create(resolved.slab_bytes, self.device)
         return slab, Shadow(resolved, slab)
 
@@ -293,6 +294,12 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
         else:
             problem = self.shadow.flip(Flipped(object_uid, epoch, round_, version))
         return self.answer(problem)
+
+    def stand(self) -> dict[str, Any]:
+        """Nothing on this worker's device still computes with the live weights once this has answered."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return self.answer()
 
     def answer(self, problem: Problem | None = None) -> dict[str, Any]:
         """This worker's status; every answer carries it whole."""
@@ -506,7 +513,7 @@ def attach_worker_methods() -> None:
     """Give vLLM's worker class the methods that the agent calls by name. Idempotent."""
     from vllm.v1.worker.worker_base import WorkerBase
 
-    for method in (weightsync_describe, weightsync_flip, weightsync_live):
+    for method in (weightsync_describe, weightsync_flip, weightsync_live, weightsync_stand):
         setattr(WorkerBase, method.__name__, method)
 
 
@@ -541,6 +548,11 @@ def weightsync_describe(worker: Any, nonce: str = "") -> dict[str, Any]:
 def weightsync_live(worker: Any, nonce: str = "") -> dict[str, Any]:
     """Worker method: what the live weights are. Never raises, changes nothing."""
     return _status(worker, nonce, "answer", {})
+
+
+def weightsync_stand(worker: Any, nonce: str = "") -> dict[str, Any]:
+    """Worker method: after the steps before it, also on the device. Never raises, changes nothing."""
+    return _status(worker, nonce, "stand", {})
 
 
 def weightsync_flip(

@@ -111,6 +111,10 @@ class VllmServer:
                 return Problem(reason="PausedElsewhere", message=message)
             try:
                 problem = await self._pause(policy, deadline, deadline_seconds)
+                if problem is None and self.in_place:
+                    # What is computed with the weights has been computed, on every worker's device as well.
+                    told = await self._told(deadline, "weightsync_stand", {})
+                    problem = told if isinstance(told, Problem) else None
                 self.held = problem is None
             except TimeoutError:
                 problem = _late("when it was to stop", deadline_seconds)
@@ -240,18 +244,24 @@ class VllmServer:
         self, deadline: float, object_uid: str, epoch: int, round_: int, version: str
     ) -> Problem | None:
         arguments = {"object_uid": object_uid, "epoch": epoch, "round": round_, "version": version}
-        try:
-            # No timeout inside vLLM: one there would leave answers behind that belong to no later call.
-            answers = await _by(deadline, self._ask("weightsync_flip", arguments))
-        except BadAnswer as e:
-            return Problem(reason="WorkersOutOfStep", message=f"{e}: restart this server")
-        for answer in answers:
-            if answer["problem"]:
-                return _of_worker(answer)
+        answers = await self._told(deadline, "weightsync_flip", arguments)
+        if isinstance(answers, Problem):
+            return answers
         if any(answer["version"] != version or answer["torn"] for answer in answers):
             return Problem(reason="FlipIncomplete", message=f"not every worker says that it holds {version}")
         self.version = version
         return None
+
+    async def _told(
+        self, deadline: float, method: str, arguments: dict[str, Any]
+    ) -> list[dict[str, Any]] | Problem:
+        """What all workers answer, or the problem of one of them."""
+        try:
+            # No timeout inside vLLM: one there would leave answers behind that belong to no later call.
+            answers = await _by(deadline, self._ask(method, arguments))
+        except BadAnswer as e:
+            return Problem(reason="WorkersOutOfStep", message=f"{e}: restart this server")
+        return next((_of_worker(answer) for answer in answers if answer["problem"]), answers)
 
     async def _settle(self, deadline: float, version: str, policy: FlipPolicy) -> Problem | None:
         """Unless it is to be kept, nothing that was computed with the old weights answers a request from now on."""

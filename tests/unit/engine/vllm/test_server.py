@@ -308,6 +308,32 @@ async def test_a_transfer_in_place_is_no_other_version_to_clients_until_it_has_f
     assert server.version is None
 
 
+async def test_for_a_transfer_in_place_the_workers_devices_have_ended_what_they_computed(
+    core: FakeCore, server: VllmServer
+) -> None:
+    server.in_place = True
+    assert await server.hold(KEEP, 5.0) is None
+    assert core.calls == ["pause", "stand"] and core.paused
+
+
+@pytest.mark.parametrize("how", ["hangs", "answers of another call", "a worker's problem"])
+async def test_workers_that_do_not_say_that_they_stand_still_are_not_written_to(
+    core: FakeCore, server: VllmServer, how: str
+) -> None:
+    server.in_place = True
+    if how == "hangs":
+        core.hang.add("stand")
+    elif how == "a worker's problem":
+        core.problem[1] = {"reason": "WorkerFailed", "message": "device lost"}
+    else:
+        core.answers = lambda answers: [answers[0], None]
+    problem = await server.hold(KEEP, 0.05)
+    assert problem is not None
+    reason = {"hangs": "FlipTimeout", "a worker's problem": "WorkerFailed"}.get(how, "WorkersOutOfStep")
+    assert problem.reason == reason
+    assert core.calls == ["pause", "stand", "resume"] and not core.paused and not server.held
+
+
 async def test_a_scheduler_that_somebody_else_paused_is_not_trusted_for_a_transfer_in_place(
     core: FakeCore, server: VllmServer
 ) -> None:
