@@ -64,8 +64,6 @@ def live_bytes(resolved: Resolved) -> int:
 class InPlace:
     """The live weights in the slab. Its mover writes them; `flip` only says which version they are."""
 
-    in_place = True
-
     def __init__(self, resolved: Resolved, slab: Slab, model: nn.Module) -> None:
         """Move the live weights into the slab, before anything keeps their addresses (profiling, compilation, CUDA
         graphs). Raises `NotInPlace`, and the model is as before, where something else keeps using the old memory."""

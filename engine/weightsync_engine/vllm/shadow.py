@@ -35,8 +35,6 @@ class Shadow:
     it.
     """
 
-    in_place = False
-
     def __init__(self, resolved: Resolved, slab: Slab) -> None:
         self.slab = slab
         self.live: Flipped | None = None
