@@ -16,3 +16,10 @@ def kind_of(name: str) -> tuple[str, tuple[int, ...]]:
             numbers.append(int(part))
             parts[at] = "#"
     return ".".join(parts), tuple(numbers)
+
+
+def slab_order(tensor: tuple[str, tuple[int, ...], str]) -> tuple[object, ...]:
+    """By what a slab sorts its tensors (name, shape, dtype): those that are of one kind and alike follow each other."""
+    name, shape, dtype = tensor
+    kind, numbers = kind_of(name)
+    return kind, dtype, tuple(shape), numbers, name

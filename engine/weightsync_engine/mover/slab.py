@@ -30,7 +30,7 @@ from collections.abc import Iterable
 
 import torch
 
-from ..layout.kinds import kind_of
+from ..layout.kinds import slab_order
 from ..layout.tensors import DTYPE_BYTES, SlabTensor
 from ..protocol.messages import Published
 from . import cuda
@@ -68,7 +68,7 @@ def plan_slab(tensors: Iterable[tuple[str, tuple[int, ...], str]]) -> tuple[dict
     """
     places: dict[str, SlabTensor] = {}
     offset = 0
-    for name, shape, dtype in sorted(tensors, key=_by_kind):
+    for name, shape, dtype in sorted(tensors, key=slab_order):
         if name in places:
             raise SlabError(f"slab tensor {name!r} is given twice")
         if dtype not in DTYPE_BYTES:
@@ -81,12 +81,6 @@ def plan_slab(tensors: Iterable[tuple[str, tuple[int, ...], str]]) -> tuple[dict
         size = math.prod(shape) * DTYPE_BYTES[dtype]
         offset += -(-size // ALIGNMENT) * ALIGNMENT
     return places, offset
-
-
-def _by_kind(tensor: tuple[str, tuple[int, ...], str]) -> tuple[object, ...]:
-    name, shape, dtype = tensor
-    kind, numbers = kind_of(name)
-    return kind, dtype, shape, numbers, name
 
 
 class Slab:
