@@ -39,7 +39,7 @@ def test_a_slab_holds_each_kind_in_one_run_in_the_order_of_the_numbers():
 
 def test_one_layer_of_another_shape_or_dtype_does_not_part_the_others():
     def run(odd):
-        kinds = {i: ((64, 4), "bfloat16") for i in range(4)} | {1: odd}
+        kinds = dict.fromkeys(range(4), ((64, 4), "bfloat16")) | {1: odd}
         places, _ = plan_slab((f"layers.{i}.w", *kind) for i, kind in kinds.items())
         return [places[f"layers.{i}.w"].offset for i in (0, 2, 3)]
 
