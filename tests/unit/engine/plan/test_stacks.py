@@ -328,21 +328,18 @@ def test_what_a_stack_cannot_say_or_is_not_worth_it_goes_by_flows(made, limits):
     assert not stacks(plan) and plan.steps and not plan.stacked
 
 
-def test_what_would_leave_most_ranks_idle_goes_by_flows():
-    # Experts: each on one trainer and on one worker.
+@pytest.mark.parametrize("tensor", [False, True], ids=["each on one worker", "cut over the workers"])
+def test_what_would_leave_most_ranks_idle_goes_by_flows(tensor):
+    # Experts, each on one trainer.
     params = {f"layers.0.experts.{e}.w": ((8, 8), "float32") for e in range(4)}
     sources = [
         SourceParameter(n, s, d, Mesh((1,), (e // 2,)), (Shard(0),))
         for e, (n, (s, d)) in enumerate(params.items())
     ]
+    boxes = [even((8, 8), 0, 2, w) if tensor else Box.whole((8, 8)) for w in range(2)]
+    held = [list(params) if tensor else list(params)[2 * w : 2 * w + 2] for w in range(2)]
     workers = [
-        Worker(
-            2 + w,
-            "s",
-            manifest(
-                params, {n: [(Box.whole((8, 8)), (8, 8), (0, 0), n)] for n in list(params)[2 * w : 2 * w + 2]}
-            ),
-        )
+        Worker(2 + w, "s", manifest(params, {n: [(boxes[w], boxes[w].shape, (0, 0), n)] for n in held[w]}))
         for w in range(2)
     ]
     plan = run(sources, workers, 2, ALL)
