@@ -32,7 +32,7 @@ class Parameter:
     cut: int | None
     """The dimension that tensor parallelism cuts; None: replicated."""
     live: str
-    """vLLM's tensor that it lands in, fused ones in order of appearance."""
+    """vLLM's tensor that it lands in, with others in order of appearance."""
     layer: int = 0
     expert: int | None = None
     dtype: str = "bfloat16"

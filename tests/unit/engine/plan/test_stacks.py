@@ -28,7 +28,8 @@ from weightsync_engine.plan.cost import links, rank_costs
 from weightsync_engine.plan.groups import Worker
 from weightsync_engine.plan.steps import Stack
 from weightsync_engine.plan.validate import M2N, Envelope
-from weightsync_engine.transport.nccl import _share
+from weightsync_engine.transport.gloo import GlooTransport
+from weightsync_engine.transport.nccl import M2NTransport, P2PTransport, _share
 
 ALL = Envelope(stack_bytes=1)
 
@@ -106,7 +107,7 @@ LIMITS = st.builds(
 
 
 @given(layered(), LIMITS)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 def test_every_element_arrives_once_per_copy_and_inside_the_envelope(world, limits):
     plan = run(*world, limits)
     for step in stacks(plan):
@@ -326,6 +327,12 @@ def test_dimensions_that_nobody_cuts_are_taken_together_and_ranks_stay_within_th
 def test_what_a_stack_cannot_say_or_is_not_worth_it_goes_by_flows(made, limits):
     plan = run(*made, limits)
     assert not stacks(plan) and plan.steps and not plan.stacked
+
+
+def test_transports_that_send_blocks_straight_between_views_take_no_stacks():
+    assert {kind: kind.envelope.stack_bytes > 0 for kind in (GlooTransport, P2PTransport, M2NTransport)} == {
+        GlooTransport: False, P2PTransport: False, M2NTransport: True
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("tensor", [False, True], ids=["each on one worker", "cut over the workers"])
