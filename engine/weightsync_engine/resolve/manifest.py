@@ -36,10 +36,10 @@ class Resolved:
     """What a worker needs to know of its model."""
 
     manifest: WorkerManifest
-    """Its slab tensors are laid out as the live tensors, under vLLM's names."""
+    """Its slab tensors are laid out as the live tensors, under vLLM's names; fused ones as the parameters in them."""
     slab_bytes: int
     views: dict[str, torch.Tensor]
-    """Slab tensor -> the live tensor that it becomes at the flip: same shape and dtype."""
+    """Slab tensor -> the live memory that it becomes at the flip, a tensor or rows of one: same shape and dtype."""
     not_compared: str
     """Why the live values were not compared with a checkpoint; empty: they were."""
     shared: frozenset[str] = frozenset()
@@ -109,8 +109,7 @@ def resolve(
         placement = compared(placement, memory, checkpoint, why_none)
     placement, loader = _with_loader(placement, live, names, shapes, model, checkpoint, config, planned)
 
-    pieces = tuple(Piece(p.name, p.box, p.live, p.at) for p in placement.placed)
-    views = {piece.tensor: memory[piece.tensor].detach() for piece in pieces}
+    pieces, views = laid_out(placement, memory)
     wholes = {name: f"{name} (whole)" for name in sorted(placement.fallback)}
     whole = {name: placement.expected[name] for name in wholes}
     pieces += tuple(
@@ -134,9 +133,9 @@ def resolve(
     direct, other, loaded = 0, 0, 0
     by_loader = {name for group in (loader.groups if loader else ()) for name in group.live}
     sizes: dict[str | None, int] = {}
-    for piece in pieces:
-        sizes[piece.tensor] = sizes.get(piece.tensor, 0) + piece.box.size
-    held = {tensor.storage: tensor.name for tensor in live if tensor.name in views}
+    for placed in placement.placed:
+        sizes[placed.live] = sizes.get(placed.live, 0) + placed.box.size
+    held = {tensor.storage: tensor.name for tensor in live if tensor.name in sizes}
     for storage, tensor in {tensor.storage: tensor for tensor in live}.items():
         name = held.get(storage)
         data = memory[name or tensor.name]
@@ -151,6 +150,52 @@ def resolve(
         manifest, size, views, "" if checkpoint is not None else why_none, shared,
         direct, loaded, other, loader, wholes,
     )  # fmt: skip
+
+
+_MOST_PARTS = 8
+"""Of a fused tensor that the slab holds by parameters: the flip pays for every copy."""
+
+
+def laid_out(
+    placement: Placement, memory: Mapping[str, torch.Tensor]
+) -> tuple[tuple[Piece, ...], dict[str, torch.Tensor]]:
+    """The pieces by slab tensor, and for each slab tensor its live memory.
+
+    A fused tensor is one slab tensor for each parameter in it, so that in the slab one parameter of all layers is one
+    run of memory. One that is not made of a few parameters' rows alone is a slab tensor as it is.
+    """
+    inside: dict[str, list[Placed]] = {}
+    for placed in placement.placed:
+        inside.setdefault(placed.live, []).append(placed)
+    apart = {
+        name
+        for name, parts in inside.items()
+        if name not in placement.shared and _by_rows(parts, tuple(memory[name].shape))
+    }
+    pieces: list[Piece] = []
+    views: dict[str, torch.Tensor] = {}
+    for placed in placement.placed:
+        live = memory[placed.live].detach()
+        if placed.live in apart:
+            tensor = f"{placed.name} in {placed.live}"
+            views[tensor] = region_of(live, Box(placed.at, placed.box.shape))
+            pieces.append(Piece(placed.name, placed.box, tensor, (0,) * len(placed.at)))
+        else:
+            views[placed.live] = live
+            pieces.append(Piece(placed.name, placed.box, placed.live, placed.at))
+    return tuple(pieces), views
+
+
+def _by_rows(parts: list[Placed], shape: tuple[int, ...]) -> bool:
+    """Whether the parts are of several parameters, each whole rows, and leave no row out."""
+    if len(shape) < 2 or not 1 < len(parts) <= _MOST_PARTS or len({p.name for p in parts}) < len(parts):
+        return False
+    row = 0
+    for part in sorted(parts, key=lambda p: p.at):
+        if part.at != (row, *(0,) * (len(shape) - 1)) or part.box.shape[1:] != shape[1:]:
+            return False
+        row += part.box.shape[0]
+    return row == shape[0]
 
 
 def _with_loader(

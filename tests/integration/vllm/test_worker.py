@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from tests.integration.vllm import serving, tiny
 from tests.integration.vllm.fleet import Trainer
 
 from weightsync_engine.layout.boxes import Box
+from weightsync_engine.layout.tensors import DTYPE_BYTES
 from weightsync_engine.resolve.checkpoint import Checkpoint, open_checkpoint
 from weightsync_engine.resolve.manifest import TRANSFORMS, Resolved, region_of, resolve
 
@@ -140,13 +142,23 @@ def test_every_live_element_has_exactly_one_place(llm: Any, model: torch.nn.Modu
     parameters = dict(model.named_parameters(remove_duplicate=False))
     written = {id(p): torch.zeros(p.shape, dtype=torch.int64) for p in parameters.values()}
     for piece in manifest.pieces:
-        assert resolved.views[piece.tensor].data_ptr() == parameters[piece.tensor].data_ptr()
-        region_of(written[id(parameters[piece.tensor])], piece.region).add_(1)
+        view, live = resolved.views[piece.tensor], parameters[piece.tensor.rpartition(" in ")[2]]
+        assert view.untyped_storage().data_ptr() == live.untyped_storage().data_ptr()
+        at = view.storage_offset() - live.storage_offset()
+        region_of(written[id(live)].as_strided(view.shape, view.stride(), at), piece.region).add_(1)
     for name, parameter in model.named_parameters():
         count = written[id(parameter)]
         rows = tiny.VOCABULARY if "embed" in name else count.shape[0]
         assert (count[:rows] == 1).all(), name
         assert (count[rows:] == 0).all(), f"padding of {name} is written"
+
+
+def test_a_parameter_of_all_layers_is_one_run_of_the_shadow(llm: Any) -> None:
+    manifest = worker(llm).weight_transfer_engine.resolved.manifest
+    for kind in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"):
+        places = {p.name: manifest.tensors[p.tensor] for p in manifest.pieces}
+        first, second = (places[f"model.layers.{layer}.{kind}.weight"] for layer in (0, 1))
+        assert second.offset - first.offset == math.prod(first.shape) * DTYPE_BYTES[first.dtype], kind
 
 
 def test_a_tied_head_is_one_destination_with_two_names(llm: Any) -> None:
