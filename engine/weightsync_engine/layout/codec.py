@@ -103,6 +103,7 @@ class _Worker(_Read):
     aliases: dict[str, str]
     fallback: dict[str, str]
     unused: list[str]
+    draft: list[str]
 
 
 def encode_trainer(manifest: TrainerManifest) -> bytes:
@@ -177,6 +178,7 @@ def encode_worker(manifest: WorkerManifest) -> bytes:
             "aliases": manifest.aliases,
             "fallback": manifest.fallback,
             "unused": sorted(manifest.unused),
+            "draft": sorted(manifest.draft),
         }
     )
 
@@ -208,6 +210,7 @@ def decode_worker(data: bytes) -> WorkerManifest:
         aliases=read.aliases,
         fallback=read.fallback,
         unused=frozenset(read.unused),
+        draft=frozenset(read.draft),
     )
 
 

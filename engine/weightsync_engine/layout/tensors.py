@@ -170,3 +170,5 @@ class WorkerManifest:
     unused: frozenset[str] = frozenset()
     """Names in the checkpoint that vLLM's own load leaves out (a draft model's layers where none runs, say): a
     trainer may send them, and nobody takes them."""
+    draft: frozenset[str] = frozenset()
+    """Names in `expected` that no one but the server's draft model needs."""
