@@ -55,10 +55,12 @@ def checkpoint(first: Path) -> Iterator[Checkpoint]:
         yield opened
 
 
-def receive(llm: Any, checkpoint: Path, version: str, round_: int) -> None:
-    """What a mover does: fill the shadow from a checkpoint by the manifest, and stamp it."""
+def receive(llm: Any, checkpoint: Path, version: str, round_: int, draft: Path | None = None) -> None:
+    """What a mover does: fill the shadow from a checkpoint (and a draft model's) by the manifest, and stamp it."""
     engine = worker(llm).weight_transfer_engine
     manifest, slab, source = engine.resolved.manifest, engine.shadow.slab, tiny.load(checkpoint)
+    if draft is not None:
+        source |= {f"draft.{name}": tensor for name, tensor in tiny.load(draft).items()}
     slab.begin_write()
     for piece in manifest.pieces:
         index = tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))
