@@ -73,6 +73,8 @@ class SourceParameter:
     placements: tuple[Placement, ...]
     """Of the trainer's tensor: `within`'s, or the parameter itself."""
     within: Within | None = None
+    rounded_from: str = ""
+    """The dtype in which the trainer computes with it, if the wire's has fewer bits and that is worth a word."""
 
     @property
     def tensor(self) -> str:

@@ -13,7 +13,7 @@ from functools import cached_property
 from ..layout.boxes import Box
 from ..layout.shards import shard_boxes
 from ..layout.tensors import DTYPE_BYTES, Piece, Shard, SourceParameter, WorkerManifest
-from ..protocol.messages import PlanSummary
+from ..protocol.messages import ROUNDED_SHOWN, PlanSummary, rounded_words
 from .cuts import Cut
 from .groups import Group
 from .steps import FlowKey, Side, Step
@@ -167,6 +167,23 @@ class Plan:
         return dict(sorted(reasons.items()))
 
     @cached_property
+    def rounded(self) -> dict[str, tuple[str, str]]:
+        """Parameters that lose bits on their way which the trainer means to keep: (its dtype, the wire's)."""
+        sources = {route.source.name: route.source for route in self.routes}
+        return {n: (s.rounded_from, s.dtype) for n, s in sorted(sources.items()) if s.rounded_from}
+
+    @cached_property
+    def draft(self) -> frozenset[str]:
+        """Parameters that travel for nothing but draft models."""
+        wanted: dict[str, bool] = {}
+        for route in self.routes:
+            for manifest in self.groups[route.group].manifests:
+                if route.name in manifest.expected:
+                    alone = route.name in manifest.draft
+                    wanted[route.source.name] = wanted.get(route.source.name, True) and alone
+        return frozenset(name for name, alone in wanted.items() if alone)
+
+    @cached_property
     def bytes_received(self) -> int:
         """By all workers together."""
         return sum(step.bytes_sent for step in self.steps)
@@ -180,9 +197,15 @@ class Plan:
             direct=parameters - len(self.fallback),
             fallback=len(self.fallback),
             unused=len(self.unused),
+            draft=len(self.draft),
+            rounded=len(self.rounded),
             bytes_total=self.bytes_received,
             steps=len(self.steps),
             reasons=tuple(f"{name}: {why}"[:512] for name, why in itertools.islice(self.fallback.items(), 1)),
+            first_rounded=tuple(
+                rounded_words(name, *dtypes)[:512]
+                for name, dtypes in itertools.islice(self.rounded.items(), ROUNDED_SHOWN)
+            ),
         )
 
     # -- one rank ------------------------------------------------------------------------------------------

@@ -207,6 +207,9 @@ class Publisher:
         self.agree("Publisher(...)", error, {}, patience=2.0)
         if self._sources.aliases:
             log.info("tied weights are sent once: %s", self._sources.aliases)
+        wide = [rounded_words(s.name, s.rounded_from, s.dtype) for s in sources if s.rounded_from]
+        if wide and self._peers.rank == 0:
+            log.warning("%s; `dtype` says in what they travel", rounding(len(wide), sorted(wide)))
 
     def _wait_mover(self) -> str:
         """Why the mover is not up, or nothing."""

@@ -61,6 +61,7 @@ def test_a_workers_manifest_comes_back_equal_and_order_does_not_show(manifest, r
     assert set(back.pieces) == set(manifest.pieces) and back.expected == manifest.expected
     assert (back.aliases, back.fallback) == (manifest.aliases, manifest.fallback)
     assert back.unresolved == manifest.unresolved and back.tensors == manifest.tensors
+    assert (back.unused, back.draft) == (manifest.unused, manifest.draft)
 
     def shuffled(d):
         items = list(d.items())
@@ -77,6 +78,7 @@ def test_a_workers_manifest_comes_back_equal_and_order_does_not_show(manifest, r
         manifest.aliases,
         manifest.fallback,
         manifest.unused,
+        manifest.draft,
     )
     assert codec.encode_worker(other) == data
 
