@@ -25,6 +25,9 @@ from weightsync_engine.plan.compile import compile_plan
 from weightsync_engine.plan.groups import Worker
 from weightsync_engine.plan.plan import Plan
 from weightsync_engine.plan.steps import PlanError
+from weightsync_engine.resolve.checkpoint import open_checkpoint
+from weightsync_engine.resolve.draft import draft_of, with_draft
+from weightsync_engine.resolve.manifest import resolve
 from weightsync_engine.resolve.offline import Parallel, build_worker
 
 pytestmark = pytest.mark.timeout(300)
@@ -108,3 +111,50 @@ def test_what_target_and_draft_model_both_hold_travels_once_and_is_written_twice
         assert one.resolved.manifest.unresolved == {} and one.resolved.manifest.draft == frozenset()
         assert len(one.resolved.doubles) == len(one.resolved.manifest.pieces)
         equals_a_fresh_load(one, rank, parallel, second, drafted_by_itself(second))
+
+
+def test_what_the_trainer_does_not_send_of_a_draft_model_is_refused_with_both_ways_out(tmp_path: Path) -> None:
+    folder = with_mtp(tmp_path, 1)
+    worker = build_worker(folder, weights=True, dtype=DTYPE, speculative_config=dict(MTP))
+    manifest = resolved_as(worker, folder).manifest
+    sent = [sharded(name, value) for name, value in load(folder).items() if not name.startswith(DRAFT)]
+    with pytest.raises(PlanError) as caught:
+        compile_plan(sent, [Worker(TRAINERS, "s", manifest)], TRAINERS)
+    found = caught.value.problem
+    assert found.reason == "NotSent" and f"'{DRAFT}" in found.message
+    assert "WEIGHTSYNC_DRAFT_MODEL=update" in found.message and "WEIGHTSYNC_DRAFT_MODEL=frozen" in found.message
+
+
+def test_a_draft_model_whose_values_are_not_the_checkpoints_is_refused_by_its_names(tmp_path: Path) -> None:
+    folder = with_mtp(tmp_path, 1)
+    worker = build_worker(folder, weights=True, dtype=DTYPE, speculative_config=dict(MTP))
+    assert worker.draft is not None
+    before = {name: tensor.clone() for name, tensor in everything(worker)}
+    loaders = {name: getattr(p, "weight_loader", None) for name, p in worker.draft.named_parameters()}
+    with torch.no_grad():
+        worker.draft.get_parameter(f"{DRAFT}eh_proj.weight")[-1] += 1
+    unresolved = resolved_as(worker, folder).manifest.unresolved
+    assert list(unresolved) == [f"{DRAFT}eh_proj.weight"]
+    assert "it belongs to the draft model; its live values differ" in unresolved[f"{DRAFT}eh_proj.weight"]
+    assert "WEIGHTSYNC_DRAFT_MODEL=frozen" in unresolved[f"{DRAFT}eh_proj.weight"]
+    # Asking vLLM's loader for names has loaded nothing and left no trace.
+    for name, tensor in everything(worker):
+        assert name == f"draft.{DRAFT}eh_proj.weight" or torch.equal(bits(before[name]), bits(tensor)), name
+    assert loaders == {name: getattr(p, "weight_loader", None) for name, p in worker.draft.named_parameters()}
+
+
+def test_a_draft_model_whose_loader_wants_values_or_whose_files_are_elsewhere_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = with_mtp(tmp_path, 1)
+    worker = build_worker(folder, weights=True, dtype=DTYPE, speculative_config=dict(MTP))
+    draft = draft_of(worker.draft, worker.config)
+    assert draft is not None
+    with worker.within(), open_checkpoint(str(folder), None, "auto") as checkpoint:
+        target = resolve(worker.model, checkpoint, config=worker.config)
+        elsewhere = with_draft(target, draft, None, "no local files of x/y").manifest
+        monkeypatch.setattr(type(draft.model), "load_weights", lambda self, weights: [w.item() for _, w in weights])
+        reads = with_draft(target, draft, checkpoint).manifest
+    for manifest, words in ((elsewhere, "no local files of x/y"), (reads, "cannot be told from vLLM's loader")):
+        assert manifest.expected == target.manifest.expected
+        assert manifest.unresolved and all(words in why for why in manifest.unresolved.values())

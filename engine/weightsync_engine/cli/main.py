@@ -260,7 +260,7 @@ def _plan(options: argparse.Namespace) -> int:
         dtype = parse_dtype(options.dtype)
         speculative = parse_speculative(options.speculative_config)
         build = models.table_model if options.table else models.trainer_model
-        model = build(options.table or folder, dtype)
+        model = build(options.table or folder)
         if (held := sum(math.prod(t.shape) * DTYPE_BYTES[t.dtype] for t in model.tensors)) > MAX_BYTES:
             raise models.ModelError(
                 f"{options.table or folder}: parameters of {size(held)} in all, more than the {size(MAX_BYTES)} "

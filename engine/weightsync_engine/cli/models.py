@@ -54,7 +54,7 @@ class TrainerModel:
     refused_bytes: int
 
 
-def trainer_model(folder: Path, dtype: str | None) -> TrainerModel:
+def trainer_model(folder: Path) -> TrainerModel:
     """The tensors of transformers' model for a folder with `config.json`. Raises `ModelError`."""
     try:
         from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -73,7 +73,7 @@ def trainer_model(folder: Path, dtype: str | None) -> TrainerModel:
         raise ModelError(
             f"transformers cannot build {folder}: {type(e).__name__}: {str(e)[:300]}; give the parameters with --table"
         ) from e
-    wire = dtype or str(getattr(config, "dtype", None) or torch.float32).removeprefix("torch.")
+    trained = str(getattr(config, "dtype", None) or torch.float32).removeprefix("torch.")
     unsaved = {
         f"{path}.{name}" if path else name
         for path, module in model.named_modules()
@@ -88,7 +88,7 @@ def trainer_model(folder: Path, dtype: str | None) -> TrainerModel:
     lost = 0
     for name, tensor in held.items():
         rule, shape = rules[name], tuple(tensor.shape)
-        kind = wire if tensor.dtype.is_floating_point else str(tensor.dtype).removeprefix("torch.")
+        kind = trained if tensor.dtype.is_floating_point else str(tensor.dtype).removeprefix("torch.")
         if rule is None:
             continue
         if isinstance(rule, Refusal):
@@ -127,7 +127,7 @@ def _tensor_parallel(name: str, dims: int, plan: Mapping[str, str]) -> int | Non
     return None
 
 
-def table_model(file: Path, dtype: str | None) -> TrainerModel:
+def table_model(file: Path) -> TrainerModel:
     """From JSON: `{"name": {"shape": [..], "dtype": "bfloat16"}, ...}`. Raises `ModelError` naming the entry."""
     try:
         entries = json.loads(file.read_text())
@@ -144,7 +144,7 @@ def table_model(file: Path, dtype: str | None) -> TrainerModel:
         shape = entry.get("shape") if isinstance(entry, dict) else None
         if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
             raise ModelError(f'--table {file}: {name!r} has no "shape" of whole numbers')
-        kind = dtype or entry.get("dtype", "bfloat16")
+        kind = entry.get("dtype", "bfloat16")
         if not isinstance(kind, str) or kind not in DTYPE_BYTES:
             raise ModelError(f"--table {file}: {name!r} has dtype {kind!r}; known: {', '.join(DTYPE_BYTES)}")
         tensors.append(Tensor(name, tuple(shape), kind, (Region(name, (0,) * len(shape), tuple(shape)),)))

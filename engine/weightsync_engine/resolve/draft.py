@@ -24,6 +24,10 @@ from .placement import Placed
 
 WHAT_TO_DO = f"to leave the draft model as it is, set {ENV_DRAFT_MODEL}={FROZEN}"
 
+NOT_PLANNED = (
+    "; transformers builds no draft layers: give the parameters of the checkpoint that you train, with --table"
+)
+
 
 @dataclass(frozen=True)
 class Draft:
@@ -89,7 +93,7 @@ def with_draft(
         try:
             rules = observed_rules(draft.model, known, dtypes, draft.config)
         except NotObserved as e:
-            refuse = f"its names cannot be told from vLLM's loader: {e}"
+            refuse = f"its names cannot be told from vLLM's loader: {e}" + (NOT_PLANNED if planned else "")
     found = resolve(
         draft.model, checkpoint, why_none, refuse,
         planned=planned, shapes=known, config=draft.config, rules=rules, beside=target.memory,

@@ -6,7 +6,7 @@ is worth a word only where the trainer computes with more bits than it computes 
 told for
 
 - a buffer: master weights are parameters, a buffer that is wide is so on purpose;
-- what the model declares to be kept in fp32 (`_keep_in_fp32_modules` of transformers);
+- what the model declares to be kept in fp32 (`_keep_in_fp32_modules_strict` of transformers);
 - a parameter that the trainer computes with in more bits than with most of the model.
 
 All else is a master weight.
@@ -66,12 +66,10 @@ def _float(dtype: str) -> torch.finfo | None:
 
 def declared_wide(module: nn.Module | None) -> Callable[[str], bool]:
     """Whether a model declares, for a tensor of that name, that it stays in fp32 whatever the rest is in."""
-    attributes = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
     patterns = {
         pattern
         for part in (module.modules() if module is not None else ())
-        for attribute in attributes
-        for pattern in getattr(part, attribute, None) or ()
+        for pattern in getattr(part, "_keep_in_fp32_modules_strict", None) or ()
     }
     if not patterns:
         return lambda name: False

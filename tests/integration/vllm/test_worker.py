@@ -410,20 +410,18 @@ def test_set_ups_that_cannot_be_updated_are_refused_with_the_reason(
     assert "VLLM_USE_RUST_FRONTEND" in refusal(config)
 
 
-def test_a_draft_model_that_would_keep_its_weights_has_to_be_asked_for(
+def test_what_a_draft_model_is_to_become_is_update_or_frozen_and_what_cannot_be_updated_is_said(
     llm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # C27
     from weightsync_engine.vllm.engine import refusal
 
     config = worker(llm).vllm_config
-    eagle = SimpleNamespace(method="eagle", draft_model_config=object())
-    assert "the draft model (eagle) would keep its weights" in refusal(
-        Changed(config, speculative_config=eagle)
-    )
+    eagle = Changed(config, speculative_config=SimpleNamespace(parallel_drafting=False))
+    parallel = Changed(config, speculative_config=SimpleNamespace(parallel_drafting=True))
+    assert refusal(eagle) == ""
+    assert "WEIGHTSYNC_DRAFT_MODEL=frozen" in refusal(parallel)
     monkeypatch.setenv("WEIGHTSYNC_DRAFT_MODEL", "frozen")
-    assert refusal(Changed(config, speculative_config=eagle)) == ""
-    monkeypatch.setenv("WEIGHTSYNC_DRAFT_MODEL", "update")
-    assert "WEIGHTSYNC_DRAFT_MODEL=frozen" in refusal(Changed(config, speculative_config=eagle))
-    ngram = SimpleNamespace(method="ngram", draft_model_config=None)
-    assert refusal(Changed(config, speculative_config=ngram)) == ""
+    assert refusal(eagle) == refusal(parallel) == ""
+    monkeypatch.setenv("WEIGHTSYNC_DRAFT_MODEL", "none")
+    assert "WEIGHTSYNC_DRAFT_MODEL is 'none': it is update (the default) or frozen" in refusal(eagle)

@@ -34,6 +34,7 @@ meshes = st.builds(Mesh, shapes, shapes)
 sources = st.builds(
     SourceParameter, names, shapes, st.sampled_from(["bfloat16", "float32"]), meshes,
     st.lists(placements).map(tuple), st.none() | st.builds(Within, names, shapes, shapes),
+    st.sampled_from(["", "", "float32", "float64"]),
 )  # fmt: skip
 slab = st.dictionaries(names, st.builds(SlabTensor, st.integers(0, 99), shapes, st.just("int8")), max_size=3)
 boxes = shapes.map(Box.whole)
@@ -46,6 +47,8 @@ workers = st.builds(
     st.dictionaries(names, names),
     st.dictionaries(names, names),
     st.dictionaries(names, names),
+    st.frozensets(names),
+    st.frozensets(names),
 )
 
 
