@@ -188,8 +188,7 @@ def move_values(
         for worker, _, _, _, shadow in held:
             flip(worker, shadow, number)
     return [
-        Moved(worker, resolved, before, dict(everything(worker)))
-        for worker, resolved, _, before, _ in held
+        Moved(worker, resolved, before, dict(everything(worker))) for worker, resolved, _, before, _ in held
     ]
 
 

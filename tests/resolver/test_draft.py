@@ -36,7 +36,9 @@ DRAFT = f"model.layers.{LAYERS}."
 PARALLEL = [Parallel(1), Parallel(2)]
 
 
-def equals_a_fresh_load(moved: Moved, rank: int, parallel: Parallel, folder: Path, draft: Mapping[str, Any]) -> None:
+def equals_a_fresh_load(
+    moved: Moved, rank: int, parallel: Parallel, folder: Path, draft: Mapping[str, Any]
+) -> None:
     fresh = build_worker(folder, rank, parallel, weights=True, dtype=DTYPE, speculative_config=dict(draft))
     wanted = dict(everything(fresh))
     assert wanted.keys() == moved.after.keys()
@@ -44,7 +46,9 @@ def equals_a_fresh_load(moved: Moved, rank: int, parallel: Parallel, folder: Pat
     for name, tensor in wanted.items():
         assert torch.equal(bits(moved.after[name]), bits(tensor)), f"rank {rank}: {name}"
         changed = not torch.equal(bits(moved.before[name]), bits(tensor))
-        assert changed or tensor.dtype == torch.int32 or "rotary" in name or "scale" in name, f"never changed: {name}"
+        assert changed or tensor.dtype == torch.int32 or "rotary" in name or "scale" in name, (
+            f"never changed: {name}"
+        )
 
 
 @pytest.mark.parametrize("parallel", [*PARALLEL, Parallel(2, experts=True)], ids=str)
@@ -58,9 +62,10 @@ def test_the_layers_of_a_draft_model_are_written_to_the_draft_model(
     for rank, one in enumerate(moved):
         manifest = one.resolved.manifest
         assert manifest.unresolved == {}
-        assert f"{DRAFT}eh_proj.weight" in manifest.draft and f"{DRAFT}self_attn.q_a_proj.weight" in manifest.draft or (
-            name != "DeepseekV3ForCausalLM"
-        )
+        assert (
+            f"{DRAFT}eh_proj.weight" in manifest.draft
+            and f"{DRAFT}self_attn.q_a_proj.weight" in manifest.draft
+        ) or (name != "DeepseekV3ForCausalLM")
         # vLLM shares the target's embedding and head: they are written once, and the layer's own copies are nobody's.
         assert manifest.unused == {f"{DRAFT}embed_tokens.weight", f"{DRAFT}shared_head.head.weight"}
         assert one.resolved.doubles == ()
@@ -70,12 +75,19 @@ def test_the_layers_of_a_draft_model_are_written_to_the_draft_model(
 
 
 @pytest.mark.parametrize("parallel", PARALLEL, ids=str)
-def test_a_draft_model_with_a_checkpoint_of_its_own_is_sent_under_a_prefix(tmp_path: Path, parallel: Parallel) -> None:
+def test_a_draft_model_with_a_checkpoint_of_its_own_is_sent_under_a_prefix(
+    tmp_path: Path, parallel: Parallel
+) -> None:
     llama = architecture("LlamaForCausalLM")
     folders = [llama.make(tmp_path / str(seed), seed) for seed in (1, 2)]
     heads = [eagle(tmp_path / f"eagle-{seed}", seed + 10, folders[0]) for seed in (1, 2)]
     said = [
-        {"method": "eagle", "model": str(head), "num_speculative_tokens": 1, "draft_tensor_parallel_size": parallel.tensor}
+        {
+            "method": "eagle",
+            "model": str(head),
+            "num_speculative_tokens": 1,
+            "draft_tensor_parallel_size": parallel.tensor,
+        }
         for head in heads
     ]
     sent = load(folders[1]) | {f"draft.{name}": tensor for name, tensor in load(heads[1]).items()}
@@ -113,7 +125,9 @@ def test_what_target_and_draft_model_both_hold_travels_once_and_is_written_twice
         equals_a_fresh_load(one, rank, parallel, second, drafted_by_itself(second))
 
 
-def test_what_the_trainer_does_not_send_of_a_draft_model_is_refused_with_both_ways_out(tmp_path: Path) -> None:
+def test_what_the_trainer_does_not_send_of_a_draft_model_is_refused_with_both_ways_out(
+    tmp_path: Path,
+) -> None:
     folder = with_mtp(tmp_path, 1)
     worker = build_worker(folder, weights=True, dtype=DTYPE, speculative_config=dict(MTP))
     manifest = resolved_as(worker, folder).manifest
@@ -122,7 +136,9 @@ def test_what_the_trainer_does_not_send_of_a_draft_model_is_refused_with_both_wa
         compile_plan(sent, [Worker(TRAINERS, "s", manifest)], TRAINERS)
     found = caught.value.problem
     assert found.reason == "NotSent" and f"'{DRAFT}" in found.message
-    assert "WEIGHTSYNC_DRAFT_MODEL=update" in found.message and "WEIGHTSYNC_DRAFT_MODEL=frozen" in found.message
+    assert (
+        "WEIGHTSYNC_DRAFT_MODEL=update" in found.message and "WEIGHTSYNC_DRAFT_MODEL=frozen" in found.message
+    )
 
 
 def test_a_draft_model_whose_values_are_not_the_checkpoints_is_refused_by_its_names(tmp_path: Path) -> None:
@@ -153,8 +169,13 @@ def test_a_draft_model_whose_loader_wants_values_or_whose_files_are_elsewhere_is
     with worker.within(), open_checkpoint(str(folder), None, "auto") as checkpoint:
         target = resolve(worker.model, checkpoint, config=worker.config)
         elsewhere = with_draft(target, draft, None, "no local files of x/y").manifest
-        monkeypatch.setattr(type(draft.model), "load_weights", lambda self, weights: [w.item() for _, w in weights])
+        monkeypatch.setattr(
+            type(draft.model), "load_weights", lambda self, weights: [w.item() for _, w in weights]
+        )
         reads = with_draft(target, draft, checkpoint).manifest
-    for manifest, words in ((elsewhere, "no local files of x/y"), (reads, "cannot be told from vLLM's loader")):
+    for manifest, words in (
+        (elsewhere, "no local files of x/y"),
+        (reads, "cannot be told from vLLM's loader"),
+    ):
         assert manifest.expected == target.manifest.expected
         assert manifest.unresolved and all(words in why for why in manifest.unresolved.values())

@@ -130,7 +130,17 @@ MTP = json.dumps({"method": "mtp", "num_speculative_tokens": 1})
 def test_a_draft_model_is_planned_with_the_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # C27
     folder = with_mtp(tmp_path / "model", 1)
-    arguments = ["plan", str(folder), "--trainer", "fsdp=2", "--server", "tp=2", "--json", "--table", table_of(folder)]
+    arguments = [
+        "plan",
+        str(folder),
+        "--trainer",
+        "fsdp=2",
+        "--server",
+        "tp=2",
+        "--json",
+        "--table",
+        table_of(folder),
+    ]
     found = []
     for more in ([], ["--speculative-config", MTP]):
         assert main([*arguments, *more]) == 0
@@ -244,8 +254,16 @@ def test_the_operators_condition_has_the_words_of_the_command(
     from weightsync_operator.core.rounds import replace
 
     summary = PlanSummary(
-        digest="d", parameters=21, direct=20, fallback=1, unused=1, bytes_total=2_600_000, steps=3,
-        draft=2, rounded=5, first_rounded=tuple(f"{n} (float32 to bfloat16)" for n in "cdef"),
+        digest="d",
+        parameters=21,
+        direct=20,
+        fallback=1,
+        unused=1,
+        bytes_total=2_600_000,
+        steps=3,
+        draft=2,
+        rounded=5,
+        first_rounded=tuple(f"{n} (float32 to bfloat16)" for n in "cdef"),
     )
     sim = Sim()
     sim.run(lambda: sim.memory.epoch is not None and sim.memory.epoch.joined)
@@ -273,7 +291,8 @@ def test_the_operators_condition_has_the_words_of_the_command(
     }
     told = text(found | rest)
     for words in (
-        "20 direct", "1 by vLLM's loader", "2 for draft models alone", "1 not sent: vLLM has no use for them", "3 steps",
+        "20 direct", "1 by vLLM's loader", "2 for draft models alone", "1 not sent: vLLM has no use for them",
+        "3 steps",
         "5 rounded on the way, with fewer bits in the servers than the trainer computes with: "
         "c (float32 to bfloat16), d (float32 to bfloat16), e (float32 to bfloat16), f (float32 to bfloat16) and 1 more",
     ):  # fmt: skip

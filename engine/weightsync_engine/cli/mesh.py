@@ -137,7 +137,13 @@ def sources(tensors: Sequence[Tensor], mesh: TrainerMesh) -> tuple[SourceParamet
             within = None if whole else Within(tensor.name, tensor.shape, region.at)
             found.append(
                 SourceParameter(
-                    region.name, region.shape, tensor.dtype, meshes[key], placements, within, tensor.rounded_from
+                    region.name,
+                    region.shape,
+                    tensor.dtype,
+                    meshes[key],
+                    placements,
+                    within,
+                    tensor.rounded_from,
                 )
             )
     return tuple(found)

@@ -168,7 +168,7 @@ def server_manifests(
         workers = []
         for rank in range(parallel.workers):
             # vLLM completes what it is given.
-            more = {"speculative_config": dict(speculative)} if speculative else {}
+            more: dict[str, Any] = {"speculative_config": dict(speculative)} if speculative else {}
             built = build_worker(folder, rank, parallel, dtype=dtype or "auto", **more)
             draft = draft_of(built.draft, built.config)
             if draft is None:

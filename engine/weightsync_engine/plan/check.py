@@ -15,7 +15,6 @@ from ..protocol.names import DRAFT_PREFIX, ENV_DRAFT_MODEL, FROZEN, UPDATE
 from .groups import Worker
 from .steps import PlanError
 
-
 DRAFT_NOT_SENT = (
     f"publish the draft model's parameters too ({ENV_DRAFT_MODEL}={UPDATE}, the default), or set "
     f"{ENV_DRAFT_MODEL}={FROZEN} on the servers: their draft model keeps its weights then, and fewer of its tokens "

@@ -11,8 +11,8 @@ request that does not fit the state; 422 a malformed request. All carry a `Refus
 
 from __future__ import annotations
 
-from enum import StrEnum
 from collections.abc import Sequence
+from enum import StrEnum
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field

@@ -24,9 +24,7 @@ from .placement import Placed
 
 WHAT_TO_DO = f"to leave the draft model as it is, set {ENV_DRAFT_MODEL}={FROZEN}"
 
-NOT_PLANNED = (
-    "; transformers builds no draft layers: give the parameters of the checkpoint that you train, with --table"
-)
+NOT_PLANNED = "; transformers builds no draft layers: give the checkpoint's parameters with --table"
 
 
 @dataclass(frozen=True)
@@ -161,11 +159,15 @@ def _join(target: Resolved, draft: Draft, found: Resolved, shared: Mapping[str, 
     }
     views = {tensor: live for tensor, live in views.items() if any(p.tensor == tensor for p in pieces)}
     wholes = wholes_of | {
-        name: f"{name} (whole)" for name in (sent(n) for _, ws in found.loaders for n in ws) if name not in wholes_of
+        name: f"{name} (whole)"
+        for name in (sent(n) for _, ws in found.loaders for n in ws)
+        if name not in wholes_of
     }
     all_expected = expected | one.expected
     tensors, size = slab_of(target.views | views, {tensor: all_expected[n] for n, tensor in wholes.items()})
-    aliases = {sent(a): sent(n) for a, n in other.aliases.items()} | {prefix + a: n for a, n in shared.items()}
+    aliases = {sent(a): sent(n) for a, n in other.aliases.items()} | {
+        prefix + a: n for a, n in shared.items()
+    }
     unused = {prefix + name for name in other.unused} - aliases.keys()
     if not draft.own:
         unused &= one.unused

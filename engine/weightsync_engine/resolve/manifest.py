@@ -118,7 +118,9 @@ def resolve(
         rules: the model's rules for names; default: those that it declares.
         beside: storages of live tensors that are another model's: left out, whoever reads them.
     """
-    described = [(tensor, data) for tensor, data in read_model(model, planned) if tensor.storage not in beside]
+    described = [
+        (tensor, data) for tensor, data in read_model(model, planned) if tensor.storage not in beside
+    ]
     live = [tensor for tensor, _ in described]
     if refuse:
         live = [dataclasses.replace(tensor, problem=refuse, rerun=None) for tensor in live]

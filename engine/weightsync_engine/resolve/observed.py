@@ -111,7 +111,7 @@ def _rules(hits: Mapping[str, set[_Hit]]) -> NameRules:
 @contextlib.contextmanager
 def _watched(model: nn.Module, note: Callable[[str, torch.Tensor, Any], None]) -> Iterator[None]:
     """While this lasts, the loaders of all tensors of the model call `note` instead."""
-    had: list[tuple[torch.Tensor, Any]] = []
+    had: list[tuple[Any, Any]] = []
 
     def watcher(live: str) -> Callable[..., bool]:
         def load(param: torch.Tensor, loaded_weight: torch.Tensor, *more: Any, **named: Any) -> bool:
@@ -123,9 +123,10 @@ def _watched(model: nn.Module, note: Callable[[str, torch.Tensor, Any], None]) -
         return load
 
     try:
+        tensor: Any
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             loader = getattr(tensor, "weight_loader", None)
-            tensor.weight_loader = watcher(name)  # type: ignore[union-attr]
+            tensor.weight_loader = watcher(name)
             had.append((tensor, loader))
         yield
     finally:
@@ -133,4 +134,4 @@ def _watched(model: nn.Module, note: Callable[[str, torch.Tensor, Any], None]) -
             if loader is None:
                 del tensor.weight_loader
             else:
-                tensor.weight_loader = loader  # type: ignore[union-attr]
+                tensor.weight_loader = loader

@@ -235,7 +235,7 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
                 self.problem = Problem(reason="MoverNotUp", message=why[:1024])
                 log.error("%s", why)
         log.info(
-            "weightsync worker %d: %d parameters (%d for the draft model alone, %d by vLLM's loader), shadow of %d bytes",
+            "weightsync worker %d: %d parameters (%d for the draft model, %d by vLLM's loader), shadow of %d bytes",
             self.rank,
             len(self.resolved.manifest.expected),
             len(self.resolved.manifest.draft),

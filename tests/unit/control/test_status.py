@@ -6,7 +6,6 @@ import datetime
 import json
 
 import pytest
-
 from tests.unit.control import builders
 from tests.unit.control.builders import WALL, Sim
 

@@ -550,7 +550,10 @@ def test_what_one_worker_has_no_use_for_may_be_anothers():
 
 def drafting(workers):
     """The same workers with a draft model that needs `draft.fc`."""
-    more, places = {"draft.fc": ((4, 4), "float32")}, {"draft.fc": [(Box.whole((4, 4)), (4, 4), (0, 0), "draft.fc")]}
+    more, places = (
+        {"draft.fc": ((4, 4), "float32")},
+        {"draft.fc": [(Box.whole((4, 4)), (4, 4), (0, 0), "draft.fc")]},
+    )
     added = manifest(more, places)
     return [
         dataclasses.replace(

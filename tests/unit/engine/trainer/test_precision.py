@@ -23,7 +23,7 @@ from weightsync_engine.plan.plan import Plan
 from weightsync_engine.plan.steps import PlanError
 from weightsync_engine.trainer.handle import PublishError
 from weightsync_engine.trainer.precision import Cast, loses, rounded
-from weightsync_engine.trainer.publisher import Publisher
+from weightsync_engine.trainer.publisher import Publisher, warn_of_rounding
 from weightsync_engine.trainer.sources import Held, Sources, merge
 from weightsync_engine.transport.base import Failure
 from weightsync_engine.transport.choose import choose
@@ -95,8 +95,8 @@ ROWS = {
         BIAS, "bfloat16", "set the wire dtype to bfloat16", refused="DtypeDiffers"
     ),
     "bias fp32, live bf16, cast by name": Row(
-        BIAS, "bfloat16", f"1 rounded on the way, with fewer bits in the servers than the trainer computes with: {BIAS} "
-        "(float32 to bfloat16)", {BIAS: torch.bfloat16},
+        BIAS, "bfloat16", "1 rounded on the way, with fewer bits in the servers than the trainer computes with: "
+        f"{BIAS} (float32 to bfloat16)", {BIAS: torch.bfloat16},
     ),
     "bias fp32, live bf16, cast with all else": Row(BIAS, "bfloat16", f"{BIAS} (float32 to bfloat16)", torch.bfloat16),
     "bias fp32, live fp32, cast with all else": Row(
@@ -157,7 +157,9 @@ def test_one_rank_in_host_memory_is_refused_for_all_and_named() -> None:
     found = judge_plans(words)
     assert found is not None and (found.reason, found.rank) == ("RuntimeDiffers", 2)
     assert "rank 2 runs with transport GlooTransport, rank 0 with M2NTransport" in found.message
-    with pytest.raises(Failure, match="rank 2 holds its weights in host memory: transport 'nccl_m2n' needs a GPU"):
+    with pytest.raises(
+        Failure, match="rank 2 holds its weights in host memory: transport 'nccl_m2n' needs a GPU"
+    ):
         choose("nccl_m2n", "cpu", 2)
 
 
@@ -191,7 +193,7 @@ def test_bits_are_lost_where_range_or_digits_are_fewer(have: str, wire: str, los
 class Declares(nn.Module):
     """As models of transformers do, whatever the rest is in."""
 
-    _keep_in_fp32_modules_strict = {"gate.e_score_correction_bias"}
+    _keep_in_fp32_modules_strict = ("gate.e_score_correction_bias",)
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,6 +203,17 @@ class Declares(nn.Module):
         self.gate.e_score_correction_bias_scale = nn.Parameter(torch.zeros(2))
 
 
-def test_what_the_model_declares_to_stay_wide_is_told_by_whole_components_of_its_name() -> None:
+def test_what_the_model_declares_to_stay_wide_is_told_by_whole_components_of_its_name(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     held = [h.describe() for h in Sources(Declares(), dtype=torch.bfloat16).held()]
-    assert {s.name: s.rounded_from for s in merge([held]) if s.rounded_from} == {BIAS: "float32"}
+    sources = merge([held])
+    assert {s.name: s.rounded_from for s in sources if s.rounded_from} == {BIAS: "float32"}
+    warn_of_rounding(sources)
+    (record,) = caplog.records
+    assert (
+        f"1 rounded on the way, with fewer bits in the servers than the trainer computes with: {BIAS} "
+        in record.message
+    )
+    warn_of_rounding(merge([[h.describe() for h in Sources(Declares()).held()]]))
+    assert len(caplog.records) == 1
