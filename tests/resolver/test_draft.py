@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tests.resolver.drafts import LAYERS, architecture, eagle, with_mtp
 from tests.resolver.matrix import (
     DTYPE,
@@ -123,6 +124,37 @@ def test_what_target_and_draft_model_both_hold_travels_once_and_is_written_twice
         assert one.resolved.manifest.unresolved == {} and one.resolved.manifest.draft == frozenset()
         assert len(one.resolved.doubles) == len(one.resolved.manifest.pieces)
         equals_a_fresh_load(one, rank, parallel, second, drafted_by_itself(second))
+
+
+def test_copies_that_vllm_found_equal_and_dropped_must_be_equal_in_each_version(tmp_path: Path) -> None:
+    llama = architecture("LlamaForCausalLM")
+    target = llama.make(tmp_path / "1", 1)
+    head = eagle(tmp_path / "eagle", 11, target)
+    copy = {"embed_tokens.weight": load(target)["model.embed_tokens.weight"]}
+    save_file(load(head) | copy, head / "model.safetensors")
+    said: dict[str, Any] = {"method": "eagle", "model": str(head), "num_speculative_tokens": 1}
+    worker = build_worker(target, weights=True, dtype=DTYPE, speculative_config=dict(said))
+    manifest = resolved_as(worker, target).manifest
+    assert manifest.aliases["draft.embed_tokens.weight"] == "model.embed_tokens.weight"
+    assert manifest.unresolved == {} and "draft.embed_tokens.weight" not in manifest.unused
+    sent = [sharded(n, t) for n, t in (load(target) | {f"draft.{n}": t for n, t in load(head).items()}).items()]
+    plan = compile_plan(sent, [Worker(TRAINERS, "s", manifest)], TRAINERS)
+    assert plan.tied["draft.embed_tokens.weight"] == "model.embed_tokens.weight"
+
+
+def test_a_draft_model_runs_on_the_last_pipeline_stage_and_an_embedding_of_two_names_is_refused(
+    tmp_path: Path,
+) -> None:
+    folder, parallel = with_mtp(tmp_path, 1), Parallel(1, 2)
+    workers = [
+        build_worker(folder, rank, parallel, weights=True, dtype=DTYPE, speculative_config=dict(MTP))
+        for rank in range(2)
+    ]
+    assert workers[0].draft is None and workers[1].draft is not None
+    first, last = (resolved_as(worker, folder).manifest for worker in workers)
+    assert first.unresolved == {} and first.draft == frozenset()
+    (why,) = last.unresolved.values()
+    assert f"model.embed_tokens.weight, {DRAFT}embed_tokens.weight all map to model.embed_tokens.weight" in why
 
 
 def test_what_the_trainer_does_not_send_of_a_draft_model_is_refused_with_both_ways_out(
