@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.integration.vllm import serving, tiny
 from tests.integration.vllm.test_worker import greedy, receive, rpc, worker
+from tests.resolver.drafts import with_mtp
 
 pytestmark = pytest.mark.timeout(1800)
 TOKENS = 24
@@ -62,6 +63,41 @@ def test_target_and_draft_model_become_one_version_and_proposals_go_on_being_acc
         assert live.keys() == target.keys()
         for name, parameter in live.items():
             assert torch.equal(parameter, target[name]) and parameter is not target[name], name
+
+
+def test_the_layers_for_a_draft_model_in_the_targets_own_checkpoint_are_accepted_as_from_a_fresh_load(
+    tmp_path: Path,
+) -> None:
+    """MTP of a mixture of experts: what is generated and how much of what is proposed is accepted is that of a server
+    that loaded the new version; so are all tensors of both models."""
+    first, second = (with_mtp(tmp_path / str(seed), seed, "Glm4MoeForCausalLM") for seed in (1, 2))
+    said: dict[str, Any] = {
+        "speculative_config": {"method": "mtp", "num_speculative_tokens": 1},
+        "disable_log_stats": False,
+    }
+
+    def everything(llm: Any) -> dict[str, torch.Tensor]:
+        models = {"": worker(llm).get_model(), "draft.": worker(llm).get_draft_model()}
+        return {p + n: t.detach().clone() for p, model in models.items() for n, t in model.named_parameters()}
+
+    with serving.in_process(second, **said) as llm:
+        wanted, generated = everything(llm), greedy(llm, tiny.PROMPT, TOKENS)
+        proposals = accepted(llm)
+        assert proposals[0] > 0
+    with serving.in_process(first, **said) as llm:
+        assert rpc(llm, "weightsync_describe")["problem"] == {}
+        assert worker(llm).weight_transfer_engine.resolved.manifest.draft
+        assert greedy(llm, tiny.PROMPT, TOKENS) != generated
+        receive(llm, second, "step-1", 1)
+        answer = rpc(llm, "weightsync_flip", object_uid="uid", epoch=1, round=1, version="step-1")
+        assert (answer["version"], answer["torn"], answer["problem"]) == ("step-1", False, {})
+        before = accepted(llm)
+        assert greedy(llm, tiny.PROMPT, TOKENS) == generated
+        assert tuple(now - then for now, then in zip(accepted(llm), before, strict=True)) == proposals
+        live = everything(llm)
+    assert live.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(live[name], tensor), name
 
 
 def test_a_frozen_draft_model_is_left_alone_and_its_proposals_are_refused(
