@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +17,26 @@ from tests.resolver.matrix import (
     Moved,
     bits,
     everything,
+    fill,
+    flip,
     load,
     move_values,
     resolved_as,
     sharded,
 )
+from tests.resolver.models import DEEPSEEK, Architecture
 
+from weightsync_engine.mover.slab import Slab
 from weightsync_engine.plan.compile import compile_plan
 from weightsync_engine.plan.groups import Worker
 from weightsync_engine.plan.plan import Plan
 from weightsync_engine.plan.steps import PlanError
 from weightsync_engine.resolve.checkpoint import open_checkpoint
 from weightsync_engine.resolve.draft import draft_of, with_draft
+from weightsync_engine.resolve.loader import held_by
 from weightsync_engine.resolve.manifest import resolve
-from weightsync_engine.resolve.offline import Parallel, build_worker
+from weightsync_engine.resolve.offline import OfflineWorker, Parallel, build_worker
+from weightsync_engine.vllm.shadow import Shadow
 
 pytestmark = pytest.mark.timeout(300)
 MTP = {"method": "mtp", "num_speculative_tokens": 1}
@@ -107,12 +114,7 @@ def test_what_target_and_draft_model_both_hold_travels_once_and_is_written_twice
     first, second = llama.make(tmp_path / "1", 1), llama.make(tmp_path / "2", 2)
 
     def drafted_by_itself(folder: Path) -> dict[str, Any]:
-        return {
-            "method": "draft_model",
-            "model": str(folder),
-            "num_speculative_tokens": 1,
-            "draft_tensor_parallel_size": parallel.tensor,
-        }
+        return by_itself(folder, draft_tensor_parallel_size=parallel.tensor)
 
     plans: list[Plan] = []
     more: dict[str, Any] = {"speculative_config": drafted_by_itself(first)}
@@ -126,6 +128,71 @@ def test_what_target_and_draft_model_both_hold_travels_once_and_is_written_twice
         equals_a_fresh_load(one, rank, parallel, second, drafted_by_itself(second))
 
 
+LLAMA = replace(architecture("LlamaForCausalLM"), dtype=torch.bfloat16)
+DENSE = Architecture(
+    "DeepseekV3ForCausalLM",
+    "DeepseekV3Config",
+    DEEPSEEK | {"first_k_dense_replace": LAYERS + 1},
+    dtype=torch.bfloat16,
+)
+FP8 = "fp8_per_channel"
+
+
+def by_itself(folder: Path, **more: Any) -> dict[str, Any]:
+    return {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 1} | more
+
+
+def held(worker: OfflineWorker) -> dict[str, torch.Tensor]:
+    """All tensors of both models, and what layers and their kernels keep beside them."""
+    found = dict(everything(worker))
+    for prefix, model in (("", worker.model), ("draft.", worker.draft)):
+        assert model is not None
+        for path, module in model.named_modules():
+            found |= {f"{prefix}{path}.{name}": tensor for name, tensor in held_by(module)}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("make", "quantization", "draft", "loaders"),
+    [
+        (LLAMA.make, FP8, by_itself, 1),
+        (LLAMA.make, FP8, lambda folder: by_itself(folder, quantization=FP8), 2),
+        (LLAMA.make, None, lambda folder: by_itself(folder, quantization=FP8), 1),
+        (lambda folder, seed: with_mtp(folder, seed, DENSE), FP8, lambda folder: dict(MTP), 2),
+    ],
+    ids=["target by loader", "both by loader", "draft by loader", "absorbed MLA of both"],
+)
+def test_what_one_or_both_models_take_through_vllms_loader_comes_out_as_from_a_fresh_load(
+    tmp_path: Path, make: Any, quantization: str | None, draft: Any, loaders: int
+) -> None:
+    first, second = make(tmp_path / "1", 1), make(tmp_path / "2", 2)
+
+    def build(folder: Path) -> OfflineWorker:
+        more: dict[str, Any] = {"quantization": quantization} if quantization else {}
+        return build_worker(folder, weights=True, dtype="bfloat16", speculative_config=draft(folder), **more)
+
+    worker = build(first)
+    where = {name: tensor.data_ptr() for name, tensor in held(worker).items()}
+    resolved = resolved_as(worker, first)
+    manifest = resolved.manifest
+    assert manifest.unresolved == {} and len(resolved.loaders) == loaders and manifest.fallback
+    assert len({p.tensor for p in manifest.pieces if "(whole)" in p.tensor}) == len(manifest.fallback)
+    values = load(second)
+    plan = compile_plan(
+        [sharded(n, t) for n, t in values.items()], [Worker(TRAINERS, "s", manifest)], TRAINERS
+    )
+    assert plan.fallback.keys() == manifest.fallback.keys()
+    shadow = Shadow(resolved, Slab.create(resolved.slab_bytes))
+    shadow.slab.begin_write()
+    fill(resolved, shadow.slab, values)
+    flip(worker, shadow, 1)
+    wanted, live = held(build(second)), held(worker)
+    assert wanted.keys() == live.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(bits(live[name]), bits(tensor)), name
+        assert live[name].data_ptr() == where[name] or name.endswith("_scale_cpu"), f"{name} is elsewhere"
+
+
 def test_copies_that_vllm_found_equal_and_dropped_must_be_equal_in_each_version(tmp_path: Path) -> None:
     llama = architecture("LlamaForCausalLM")
     target = llama.make(tmp_path / "1", 1)
@@ -137,7 +204,9 @@ def test_copies_that_vllm_found_equal_and_dropped_must_be_equal_in_each_version(
     manifest = resolved_as(worker, target).manifest
     assert manifest.aliases["draft.embed_tokens.weight"] == "model.embed_tokens.weight"
     assert manifest.unresolved == {} and "draft.embed_tokens.weight" not in manifest.unused
-    sent = [sharded(n, t) for n, t in (load(target) | {f"draft.{n}": t for n, t in load(head).items()}).items()]
+    sent = [
+        sharded(n, t) for n, t in (load(target) | {f"draft.{n}": t for n, t in load(head).items()}).items()
+    ]
     plan = compile_plan(sent, [Worker(TRAINERS, "s", manifest)], TRAINERS)
     assert plan.tied["draft.embed_tokens.weight"] == "model.embed_tokens.weight"
 
@@ -154,7 +223,9 @@ def test_a_draft_model_runs_on_the_last_pipeline_stage_and_an_embedding_of_two_n
     first, last = (resolved_as(worker, folder).manifest for worker in workers)
     assert first.unresolved == {} and first.draft == frozenset()
     (why,) = last.unresolved.values()
-    assert f"model.embed_tokens.weight, {DRAFT}embed_tokens.weight all map to model.embed_tokens.weight" in why
+    assert (
+        f"model.embed_tokens.weight, {DRAFT}embed_tokens.weight all map to model.embed_tokens.weight" in why
+    )
 
 
 def test_what_the_trainer_does_not_send_of_a_draft_model_is_refused_with_both_ways_out(
