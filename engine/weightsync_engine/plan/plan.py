@@ -175,13 +175,12 @@ class Plan:
     @cached_property
     def draft(self) -> frozenset[str]:
         """Parameters that travel for nothing but draft models."""
-        wanted: dict[str, bool] = {}
-        for route in self.routes:
-            for manifest in self.groups[route.group].manifests:
-                if route.name in manifest.expected:
-                    alone = route.name in manifest.draft
-                    wanted[route.source.name] = wanted.get(route.source.name, True) and alone
-        return frozenset(name for name, alone in wanted.items() if alone)
+        names: set[str] = set()
+        others: set[str] = set()
+        alone = [_for_drafts(group) for group in self.groups]
+        for route in self.routes if any(alone) else ():
+            (names if route.name in alone[route.group] else others).add(route.source.name)
+        return frozenset(names - others)
 
     @cached_property
     def bytes_received(self) -> int:
@@ -295,6 +294,14 @@ class Plan:
                 key = FlowKey(index, route.source.dtype, unit[0], part.sender, unit[1])
                 flows.setdefault(key, []).append(_Stretch(piece.tensor, box, part.first, part.end))
         return flows
+
+
+def _for_drafts(group: Group) -> frozenset[str]:
+    """What no worker of a server needs but for its draft model."""
+    wanted = frozenset[str]().union(*(m.draft for m in group.manifests))
+    if not wanted:
+        return wanted
+    return wanted.difference(*(m.expected.keys() - m.draft for m in group.manifests))
 
 
 def pieces_in_order(pieces: Sequence[Piece]) -> list[Piece]:

@@ -51,7 +51,7 @@ def draft_of(model: nn.Module | None, config: Any) -> Draft | None:
         config: the worker's `VllmConfig`.
     """
     speculative = config.speculative_config
-    if speculative is None or model is None or next(model.parameters(), None) is None:
+    if speculative is None or not isinstance(model, nn.Module) or next(model.parameters(), None) is None:
         return None
     mine, its = config.model_config, speculative.draft_model_config
     files = {mine.model, getattr(mine, "model_weights", None) or mine.model}
@@ -136,7 +136,9 @@ def _join(target: Resolved, draft: Draft, found: Resolved, shared: Mapping[str, 
     wholes_of = {name: tensor for _, wholes in target.loaders for name, tensor in wholes.items()}
     pieces: list[Piece] = []
     doubles: list[Double] = []
-    views = {f"{DRAFT_PREFIX}{tensor}": live for tensor, live in found.views.items()}
+    # A tensor of which some is copied from elsewhere, or not at all, is copied piece by piece.
+    split = set(found.shared)
+    own: set[str] = set()
     loaded = {tensor for _, wholes in found.loaders for tensor in wholes.values()}
     for p in other.pieces:
         name = sent(p.name)
@@ -144,20 +146,16 @@ def _join(target: Resolved, draft: Draft, found: Resolved, shared: Mapping[str, 
             if name not in wholes_of:
                 pieces.append(Piece(name, p.box, f"{name} (whole)", p.at))
             continue
-        live = view_of(found.views[p.tensor], Placed(p.name, p.box, p.tensor, p.at))
-        if (same := held.get((name, p.box))) is not None:
-            doubles.append(Double(f"{name} of the draft model", live, same.tensor, same.region))
-        elif name in wholes_of:
-            doubles.append(Double(f"{name} of the draft model", live, wholes_of[name], p.box))
-        else:
+        same = held.get((name, p.box))
+        if same is None and name not in wholes_of:
             pieces.append(Piece(name, p.box, f"{DRAFT_PREFIX}{p.tensor}", p.at))
-    # A tensor of which some is copied from elsewhere is copied piece by piece.
-    split = {f"{DRAFT_PREFIX}{t}" for t in found.shared} | {
-        f"{DRAFT_PREFIX}{p.tensor}"
-        for p in other.pieces
-        if p.tensor not in loaded and not any(q.box == p.box and q.name == sent(p.name) for q in pieces)
-    }
-    views = {tensor: live for tensor, live in views.items() if any(p.tensor == tensor for p in pieces)}
+            own.add(p.tensor)
+            continue
+        live = view_of(found.views[p.tensor], Placed(p.name, p.box, p.tensor, p.at))
+        at = (same.tensor, same.region) if same is not None else (wholes_of[name], p.box)
+        doubles.append(Double(f"{name} of the draft model", live, *at))
+        split.add(p.tensor)
+    views = {f"{DRAFT_PREFIX}{tensor}": found.views[tensor] for tensor in found.views if tensor in own}
     wholes = wholes_of | {
         name: f"{name} (whole)"
         for name in (sent(n) for _, ws in found.loaders for n in ws)
@@ -189,7 +187,7 @@ def _join(target: Resolved, draft: Draft, found: Resolved, shared: Mapping[str, 
         slab_bytes=size,
         views=target.views | views,
         not_compared=target.not_compared or found.not_compared,
-        shared=target.shared | (split & views.keys()),
+        shared=target.shared | {f"{DRAFT_PREFIX}{tensor}" for tensor in split & own},
         direct_bytes=target.direct_bytes + found.direct_bytes,
         loader_bytes=target.loader_bytes + found.loader_bytes,
         other_bytes=target.other_bytes + found.other_bytes,
