@@ -69,7 +69,7 @@ def declared_wide(module: nn.Module | None) -> Callable[[str], bool]:
     patterns = {
         pattern
         for part in (module.modules() if module is not None else ())
-        for pattern in getattr(part, "_keep_in_fp32_modules_strict", None) or ()
+        for pattern in getattr(type(part), "_keep_in_fp32_modules_strict", None) or ()
     }
     if not patterns:
         return lambda name: False

@@ -178,6 +178,7 @@ class Sources:
             )
         self._names = names
         self._dtype = dtype
+        self._wide = declared_wide(self._module)
         self._shapes: list[tuple[str, tuple[int, ...]]] = []
         self._decided: dict[str, str | tuple[Part, ...] | None] = {}
         self._rules: dict[str, Rule] | None = None
@@ -193,7 +194,6 @@ class Sources:
         owner: dict[Any, tuple[str, str | tuple[Part, ...]]] = {}
         aliases: dict[str, str] = {}
         wires = _fsdp_dtypes(self._module) if self._module is not None else {}
-        wide = declared_wide(self._module)
         named = [(plain_name(name), tensor, parameter) for name, tensor, parameter in self._named()]
         for trainer_name, tensor, _ in named:
             if not isinstance(tensor, torch.Tensor):
@@ -218,7 +218,7 @@ class Sources:
                 raise PublishError(f"two different tensors are named {key!r}: check `names`")
             wire = self._wire(trainer_name, names, tensor, wires.get(id(tensor)))
             computed = wires.get(id(tensor), tensor.dtype)
-            kept = not parameter or wide(trainer_name)
+            kept = not parameter or self._wide(trainer_name)
             parts = None if isinstance(rule, str) else rule
             held = _checked(Held(key, tensor, wire, parameter, computed, kept, parts))
             found.update((h.name, h) for h in _unpacked(held))
