@@ -13,7 +13,7 @@ from functools import cached_property
 from ..layout.boxes import Box
 from ..layout.shards import shard_boxes
 from ..layout.tensors import DTYPE_BYTES, Piece, Shard, SourceParameter, WorkerManifest
-from ..protocol.messages import PlanSummary
+from ..protocol.messages import ROUNDED_SHOWN, PlanSummary, rounded_words
 from .cuts import Cut
 from .groups import Group
 from .steps import Blocks, FlowKey, Side, Stack, Step
@@ -174,6 +174,22 @@ class Plan:
         return dict(sorted(reasons.items()))
 
     @cached_property
+    def rounded(self) -> dict[str, tuple[str, str]]:
+        """Parameters that lose bits on their way which the trainer means to keep: (its dtype, the wire's)."""
+        sources = {route.source.name: route.source for route in self.routes}
+        return {n: (s.rounded_from, s.dtype) for n, s in sorted(sources.items()) if s.rounded_from}
+
+    @cached_property
+    def draft(self) -> frozenset[str]:
+        """Parameters that travel for nothing but draft models."""
+        names: set[str] = set()
+        others: set[str] = set()
+        alone = [_for_drafts(group) for group in self.groups]
+        for route in self.routes if any(alone) else ():
+            (names if route.name in alone[route.group] else others).add(route.source.name)
+        return frozenset(names - others)
+
+    @cached_property
     def bytes_received(self) -> int:
         """By all workers together."""
         return sum(step.bytes_sent for step in self.steps)
@@ -187,9 +203,15 @@ class Plan:
             direct=parameters - len(self.fallback),
             fallback=len(self.fallback),
             unused=len(self.unused),
+            draft=len(self.draft),
+            rounded=len(self.rounded),
             bytes_total=self.bytes_received,
             steps=len(self.steps),
             reasons=tuple(f"{name}: {why}"[:512] for name, why in itertools.islice(self.fallback.items(), 1)),
+            first_rounded=tuple(
+                rounded_words(name, *dtypes)[:512]
+                for name, dtypes in itertools.islice(self.rounded.items(), ROUNDED_SHOWN)
+            ),
         )
 
     # -- one rank ------------------------------------------------------------------------------------------
@@ -305,6 +327,14 @@ class _Received:
         drop = len(piece.at) - len(box.shape)
         start = (a + b - c for a, b, c in zip(piece.at[drop:], box.start, piece.box.start, strict=True))
         return LocalPart(piece.tensor, Box((*piece.at[:drop], *start), (1,) * drop + box.shape))
+
+
+def _for_drafts(group: Group) -> frozenset[str]:
+    """What no worker of a server needs but for its draft model."""
+    wanted = frozenset[str]().union(*(m.draft for m in group.manifests))
+    if not wanted:
+        return wanted
+    return wanted.difference(*(m.expected.keys() - m.draft for m in group.manifests))
 
 
 def pieces_in_order(pieces: Sequence[Piece]) -> list[Piece]:

@@ -57,10 +57,12 @@ def checkpoint(first: Path) -> Iterator[Checkpoint]:
         yield opened
 
 
-def receive(llm: Any, checkpoint: Path, version: str, round_: int) -> None:
-    """What a mover does: fill the shadow from a checkpoint by the manifest, and stamp it."""
+def receive(llm: Any, checkpoint: Path, version: str, round_: int, draft: Path | None = None) -> None:
+    """What a mover does: fill the shadow from a checkpoint (and a draft model's) by the manifest, and stamp it."""
     engine = worker(llm).weight_transfer_engine
     manifest, slab, source = engine.resolved.manifest, engine.shadow.slab, tiny.load(checkpoint)
+    if draft is not None:
+        source |= {f"draft.{name}": tensor for name, tensor in tiny.load(draft).items()}
     slab.begin_write()
     for piece in manifest.pieces:
         index = tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))
@@ -420,20 +422,18 @@ def test_set_ups_that_cannot_be_updated_are_refused_with_the_reason(
     assert "VLLM_USE_RUST_FRONTEND" in refusal(config)
 
 
-def test_a_draft_model_that_would_keep_its_weights_has_to_be_asked_for(
+def test_what_a_draft_model_is_to_become_is_update_or_frozen_and_what_cannot_be_updated_is_said(
     llm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # C27
     from weightsync_engine.vllm.engine import refusal
 
     config = worker(llm).vllm_config
-    eagle = SimpleNamespace(method="eagle", draft_model_config=object())
-    assert "the draft model (eagle) would keep its weights" in refusal(
-        Changed(config, speculative_config=eagle)
-    )
+    eagle = Changed(config, speculative_config=SimpleNamespace(parallel_drafting=False))
+    parallel = Changed(config, speculative_config=SimpleNamespace(parallel_drafting=True))
+    assert refusal(eagle) == ""
+    assert "WEIGHTSYNC_DRAFT_MODEL=frozen" in refusal(parallel)
     monkeypatch.setenv("WEIGHTSYNC_DRAFT_MODEL", "frozen")
-    assert refusal(Changed(config, speculative_config=eagle)) == ""
-    monkeypatch.setenv("WEIGHTSYNC_DRAFT_MODEL", "update")
-    assert "WEIGHTSYNC_DRAFT_MODEL=frozen" in refusal(Changed(config, speculative_config=eagle))
-    ngram = SimpleNamespace(method="ngram", draft_model_config=None)
-    assert refusal(Changed(config, speculative_config=ngram)) == ""
+    assert refusal(eagle) == refusal(parallel) == ""
+    monkeypatch.setenv("WEIGHTSYNC_DRAFT_MODEL", "none")
+    assert "WEIGHTSYNC_DRAFT_MODEL is 'none': it is update (the default) or frozen" in refusal(eagle)

@@ -478,6 +478,55 @@ def test_what_one_worker_has_no_use_for_may_be_anothers():
     assert (plan.unused, plan.bytes_received) == (frozenset(), 64)
 
 
+def drafting(workers):
+    """The same workers with a draft model that needs `draft.fc`."""
+    more, places = (
+        {"draft.fc": ((4, 4), "float32")},
+        {"draft.fc": [(Box.whole((4, 4)), (4, 4), (0, 0), "draft.fc")]},
+    )
+    added = manifest(more, places)
+    return [
+        dataclasses.replace(
+            w,
+            manifest=dataclasses.replace(
+                w.manifest,
+                expected=w.manifest.expected | added.expected,
+                pieces=w.manifest.pieces + added.pieces,
+                tensors=w.manifest.tensors | added.tensors,
+                draft=frozenset(more),
+            ),
+        )
+        for w in workers
+    ]
+
+
+def test_what_a_draft_model_lacks_is_refused_with_both_ways_out():
+    # C27
+    found = problem(workers=drafting(replicated(BASE, 2, 2)))
+    assert (found.reason, found.rank) == ("NotSent", 2)
+    for words in (
+        "'draft.fc'",
+        "for its draft model",
+        "WEIGHTSYNC_DRAFT_MODEL=update",
+        "WEIGHTSYNC_DRAFT_MODEL=frozen",
+    ):
+        assert words in found.message
+
+
+def test_a_server_without_a_draft_model_has_no_use_for_one_that_another_updates():
+    # C27
+    sent = [*(fsdp(n, s, 2, d) for n, (s, d) in BASE.items()), fsdp("draft.fc", (4, 4), 2)]
+    plain = replicated(BASE, 2, 2, lambda w: f"server-{w}")
+    mixed = [drafting(plain[:1])[0], plain[1]]
+    plan = run(sent, mixed, 2)
+    assert (plan.draft, plan.unused, plan.summary.draft) == ({"draft.fc"}, frozenset(), 1)
+    without = compile_plan(sent, plain, 2)
+    assert (without.draft, without.unused) == (frozenset(), {"draft.fc"})
+    # A server that has one knows what it holds.
+    found = problem(sources=[*sent, fsdp("draft.cf", (4, 4), 2)], workers=mixed)
+    assert (found.reason, found.rank) == ("UnknownParameter", 2) and "'draft.cf'" in found.message
+
+
 def test_a_name_that_the_server_lacks_is_named_with_its_rank():
     extra = [*(fsdp(n, s, 2, d) for n, (s, d) in BASE.items()), fsdp("q.bias", (4,), 2)]
     found = problem(sources=extra)
