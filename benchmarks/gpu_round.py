@@ -84,7 +84,7 @@ class Rank:
         if self.sends:
             self.boxes = {s.name: b for s in self.sources if (b := shard_boxes(s).get(rank)) is not None}
             kinds = {s.name: s.dtype for s in self.sources}
-            self.slab = Slab(*plan_slab((n, self.boxes[n].shape, kinds[n]) for n in sorted(self.boxes)))
+            self.slab = Slab(*plan_slab((n, self.boxes[n].shape, kinds[n]) for n in self.boxes))
         else:
             self.manifest = self.workers[rank - options.trainers].manifest
             places = self.manifest.tensors

@@ -255,7 +255,7 @@ class Bench:
             print(json.dumps({"contract": result["contract"]}), flush=True)
         if options.faults:
             result["faults"] = self.faults()
-        kinds = [k for k in result if k == "idle" or k.startswith("decoding, ")]
+        kinds = [k for k in ("idle", "decoding, Reset", "decoding, Kept") if k in result]
         result["memory"] = {k: [r["memory_mib"] for r in result[k]] for k in kinds}
         self.round(scale=1.0)
         last = self.say()

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from weightsync_engine.layout.boxes import Box
+from weightsync_engine.layout.kinds import slab_order
 from weightsync_engine.layout.tensors import (
     DTYPE_BYTES,
     Expected,
@@ -31,7 +32,7 @@ class Parameter:
     cut: int | None
     """The dimension that tensor parallelism cuts; None: replicated."""
     live: str
-    """vLLM's tensor that it lands in, fused ones in order of appearance."""
+    """vLLM's tensor that it lands in, with others in order of appearance."""
     layer: int = 0
     expert: int | None = None
     dtype: str = "bfloat16"
@@ -189,14 +190,16 @@ def _manifest(model: Model, rank: int, tensor: int, expert_parallel: bool) -> Wo
             shape[p.cut] //= shards
             start[p.cut] = shape[p.cut] * (rank * shards // tensor)
             box = Box(tuple(start), tuple(shape))
-        at = rows.get(p.live, 0)
-        rows[p.live] = at + box.shape[0]
-        shapes[p.live] = (rows[p.live], *box.shape[1:]), p.dtype
-        pieces.append(Piece(p.name, box, p.live, (at, *(0,) * (len(p.shape) - 1))))
+        # As the shadow has them: of a fused tensor each parameter for itself, unless it is one of experts.
+        held = p.live if p.expert is not None else p.name
+        at = rows.get(held, 0)
+        rows[held] = at + box.shape[0]
+        shapes[held] = (rows[held], *box.shape[1:]), p.dtype
+        pieces.append(Piece(p.name, box, held, (at, *(0,) * (len(p.shape) - 1))))
         expected[p.name] = Expected(p.shape, p.dtype)
     tensors: dict[str, SlabTensor] = {}
     offset = 0
-    for name, (shape, dtype) in shapes.items():
+    for name, shape, dtype in sorted(((n, *s) for n, s in shapes.items()), key=slab_order):
         tensors[name] = SlabTensor(offset, shape, dtype)
         offset += -(-DTYPE_BYTES[dtype] * Box.whole(shape).size // 512) * 512
     return WorkerManifest(expected, tuple(pieces), tensors, {})

@@ -81,12 +81,10 @@ def on_host_python(document: dict[str, Any]) -> dict[str, Any]:
     volumes, mounts = host_python_volumes()
     pod = template["spec"]
     pod.setdefault("volumes", []).extend(volumes)
-    pod["volumes"].append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "512Mi"}})
     for container in [*pod.get("initContainers", []), *pod["containers"]]:
         container["command"] = [sys.executable if part == "python" else part for part in container["command"]]
         container["workingDir"] = str(HERE)
         container.setdefault("volumeMounts", []).extend(mounts)
-        container["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})
         container["image"] = host_env_image().ref
         for variable in container.get("env", []):
             # vLLM's CPU build packs its weights away at load time; this test plugin keeps them where they are.

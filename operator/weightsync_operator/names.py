@@ -97,5 +97,6 @@ SUPERSEDED = "Superseded"
 
 # Events that are no condition's reason.
 EVENT_COMMITTED = "Committed"
+EVENT_PRECISION_LOST = "PrecisionLost"
 EVENT_ROLLED_FORWARD = "RolledForward"
 EVENT_POD_LEFT_OUT = "PodLeftOut"

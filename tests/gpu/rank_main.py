@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -20,7 +21,6 @@ from weightsync_engine.mover.slab import plan_slab
 from weightsync_engine.plan.compile import compile_plan
 from weightsync_engine.plan.groups import Worker
 from weightsync_engine.plan.plan import LocalPart
-from weightsync_engine.plan.validate import Envelope
 from weightsync_engine.protocol.messages import Rendezvous
 from weightsync_engine.transport.choose import choose
 from weightsync_engine.transport.store import EpochStore, connect_store
@@ -37,7 +37,10 @@ def main() -> None:
     workers = [Worker(w["rank"], w["server"], decode_worker(w["manifest"].encode())) for w in job["workers"]]
     torch.cuda.set_device(rank % torch.cuda.device_count())
     kind = choose(job["transport"], "cuda", rank)
-    plan = compile_plan(sources, workers, trainers, Envelope(max_local_bytes=job["step_bytes"]))
+    # Stacks of any size, where the transport takes them.
+    stack_bytes = min(kind.envelope.stack_bytes, 1)
+    limits = dataclasses.replace(kind.envelope, max_local_bytes=job["step_bytes"], stack_bytes=stack_bytes)
+    plan = compile_plan(sources, workers, trainers, limits)
     steps = plan.local(rank, kind.collective)
 
     def value(tensor: str, shape: tuple[int, ...], dtype: str, turn: int) -> torch.Tensor:
@@ -112,7 +115,7 @@ def main() -> None:
                 wrong.append(f"round {turn}: memory beside the pieces was written")
     transport.close()
     Path(job["out"], f"{job['name']}-{rank}.json").write_text(
-        json.dumps({"wrong": wrong, "steps": len(plan.steps)})
+        json.dumps({"wrong": wrong, "steps": len(plan.steps), "stacked": len(plan.stacked)})
     )
     sys.stdout.flush()
     os._exit(0)

@@ -156,7 +156,7 @@ def settled(gpu) -> int:
         free = gpu.memory()[0]
         if free != last:
             last, since = free, time.monotonic()
-        elif time.monotonic() - since > 2:
+        elif time.monotonic() - since > 5:  # a mover leaves 2 s after its parent let go
             return free
         time.sleep(0.05)
     raise AssertionError("the GPU's memory does not come to rest")

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.unit.engine.plan.test_compile import manifest, one_parameter
+from tests.unit.engine.plan.helpers import manifest
+from tests.unit.engine.plan.test_compile import one_parameter
+from tests.unit.engine.plan.test_stacks import layered
 
 from weightsync_engine.layout.codec import encode_sources, encode_worker
 from weightsync_engine.plan.groups import Worker
@@ -90,3 +92,21 @@ def test_any_layout_arrives_bit_for_bit_and_nothing_beside_it_is_written(
         assert found[0]["steps"] > 0
 
     arrives()
+
+
+def test_stacks_of_any_layout_arrive_bit_for_bit(tmp_path_factory: pytest.TempPathFactory) -> None:
+    stacked = 0
+
+    @given(layered(), st.sampled_from([512, 256 << 20]))
+    @settings(
+        max_examples=int(os.environ.get("WEIGHTSYNC_GPU_EXAMPLES", "4")), deadline=None, derandomize=True,
+        database=None, suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    def arrives(world: Any, step_bytes: int) -> None:
+        nonlocal stacked
+        found = run(tmp_path_factory.mktemp("stacks"), "nccl_m2n", world, step_bytes)
+        assert [f["wrong"] for f in found] == [[]] * len(found)
+        stacked += found[0]["stacked"]
+
+    arrives()
+    assert stacked > 0

@@ -3,9 +3,10 @@ checkpoint B."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,11 @@ from weightsync_engine.layout.tensors import Mesh, Replicate, Shard, SourceParam
 from weightsync_engine.mover.slab import Slab
 from weightsync_engine.plan.compile import compile_plan
 from weightsync_engine.plan.groups import Worker
+from weightsync_engine.plan.plan import Plan
 from weightsync_engine.plan.reference import execute
 from weightsync_engine.plan.validate import Envelope, violations
 from weightsync_engine.resolve.checkpoint import open_checkpoint
+from weightsync_engine.resolve.draft import draft_of, with_draft
 from weightsync_engine.resolve.manifest import Resolved, region_of, resolve
 from weightsync_engine.resolve.offline import OfflineWorker, Parallel, build_worker
 from weightsync_engine.vllm.shadow import Flipped, Shadow
@@ -95,6 +98,13 @@ class Moved:
     after: dict[str, torch.Tensor]
 
 
+def everything(worker: OfflineWorker) -> Iterator[tuple[str, torch.Tensor]]:
+    """Of the target, and of the draft model if there is one."""
+    yield from tensors(worker.model)
+    if worker.draft is not None:
+        yield from ((f"draft.{name}", tensor) for name, tensor in tensors(worker.draft))
+
+
 def move(
     first: Path, second: Path, parallel: Parallel, rank: int, move_by: Callable[..., None] = fill
 ) -> Moved:
@@ -110,10 +120,18 @@ def move(
     return Moved(worker, resolved, before, dict(tensors(worker.model)))
 
 
-def resolved_as(worker: OfflineWorker, folder: Path) -> Resolved:
-    """What the worker's engine does once vLLM has loaded its model from `folder`."""
-    with worker.within(), open_checkpoint(str(folder), None, "auto") as checkpoint:
-        return resolve(worker.model, checkpoint, config=worker.config)
+def resolved_as(worker: OfflineWorker, folder: Path, whole: bool = False) -> Resolved:
+    """What the worker's engine does once vLLM has loaded its model from `folder`, and its draft model from where the
+    server was told."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(worker.within())
+        checkpoint = stack.enter_context(open_checkpoint(str(folder), None, "auto"))
+        resolved = resolve(worker.model, checkpoint, config=worker.config, whole=whole)
+        draft = draft_of(worker.draft, worker.config)
+        if draft is None:
+            return resolved
+        files = stack.enter_context(open_checkpoint(draft.config.model_config.model, None, "auto"))
+        return with_draft(resolved, draft, files)
 
 
 def flip(worker: OfflineWorker, shadow: Shadow, round_: int) -> None:
@@ -123,16 +141,26 @@ def flip(worker: OfflineWorker, shadow: Shadow, round_: int) -> None:
     assert problem is None, problem
 
 
-def move_server(first: Path, parallel: Parallel, *rounds: Path) -> list[Moved]:
+def move_server(first: Path, parallel: Parallel, *rounds: Path, **engine_arguments: Any) -> list[Moved]:
     """The same for all workers of a server, with each round's values on their way through a plan from three trainer
     ranks that cut them unevenly."""
-    values = [load(folder) for folder in rounds]
+    return move_values(first, parallel, [load(folder) for folder in rounds], **engine_arguments)
+
+
+def move_values(
+    first: Path,
+    parallel: Parallel,
+    values: Sequence[dict[str, torch.Tensor]],
+    planned: Callable[[Plan], None] = lambda plan: None,
+    **engine_arguments: Any,
+) -> list[Moved]:
+    """As `move_server`, with what a trainer sends in each round; `planned` sees the plan before the first."""
     sources = [sharded(name, value) for name, value in sorted(values[0].items())]
     slabs: dict[int, dict[str, npt.NDArray[Any]]] = {rank: {} for rank in range(TRAINERS)}
     held: list[tuple[OfflineWorker, Resolved, Slab, dict[str, torch.Tensor], Shadow]] = []
     for rank in range(parallel.workers):
-        worker = build_worker(first, rank, parallel, weights=True, dtype=DTYPE)
-        before = {name: tensor.detach().clone() for name, tensor in tensors(worker.model)}
+        worker = build_worker(first, rank, parallel, weights=True, dtype=DTYPE, **engine_arguments)
+        before = {name: tensor.detach().clone() for name, tensor in everything(worker)}
         resolved = resolved_as(worker, first)
         slab = Slab.create(resolved.slab_bytes)
         shadow = Shadow(resolved, slab)
@@ -148,6 +176,7 @@ def move_server(first: Path, parallel: Parallel, *rounds: Path) -> list[Moved]:
     )
     assert all(violations(step, Envelope(max_local_bytes=100_000)) == [] for step in plan.steps)
     assert plan.fallback.keys() == {name for m in manifests for name in m.fallback}
+    planned(plan)
     for number, sent in enumerate(values, start=1):
         for source in sources:
             for rank, box in shard_boxes(source).items():
@@ -159,8 +188,7 @@ def move_server(first: Path, parallel: Parallel, *rounds: Path) -> list[Moved]:
         for worker, _, _, _, shadow in held:
             flip(worker, shadow, number)
     return [
-        Moved(worker, resolved, before, dict(tensors(worker.model)))
-        for worker, resolved, _, before, _ in held
+        Moved(worker, resolved, before, dict(everything(worker))) for worker, resolved, _, before, _ in held
     ]
 
 

@@ -34,7 +34,7 @@ def test_what_is_written_in_place_is_bit_for_bit_what_vllm_would_load(
     rank, parallel = case(architecture)
     worker = build_worker(first, rank, parallel, weights=True, dtype=DTYPE)
     before = {name: tensor.detach().clone() for name, tensor in tensors(worker.model)}
-    resolved = resolved_as(worker, first)
+    resolved = resolved_as(worker, first, whole=True)
     assert unfit(resolved) == ""
     moved = live_bytes(resolved)
     slab = Slab.create(resolved.slab_bytes)

@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
+from tests.resolver.drafts import LAYERS, with_mtp
+from tests.resolver.matrix import load
 from tests.resolver.models import ARCHITECTURES, Architecture
 
 from weightsync_engine.cli.main import main
@@ -90,9 +92,89 @@ def test_a_table_of_parameters_stands_in_for_transformers(
     assert "no parameter of the checkpoint maps to model.embed_tokens.weight" in capsys.readouterr().out
 
 
+def table_of(folder: Path, **changed: str) -> str:
+    """The parameters of a checkpoint as `--table` takes them, those with an ending in `changed` in another dtype."""
+    entries = {
+        name: {
+            "shape": list(tensor.shape),
+            "dtype": next((d for end, d in changed.items() if name.endswith(end)), "bfloat16"),
+        }
+        for name, tensor in load(folder).items()
+    }
+    file = folder / "table.json"
+    file.write_text(json.dumps(entries))
+    return str(file)
+
+
+def test_a_parameter_that_the_trainer_computes_wider_than_the_rest_is_named_where_servers_round_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # C16
+    folder = ARCHITECTURES[0].make(tmp_path / "model", 1)
+    arguments = ["plan", str(folder), "--trainer", "fsdp=2", "--dtype"]
+    assert main([*arguments, "bfloat16", "--table", table_of(folder)]) == 0
+    assert "rounded" not in capsys.readouterr().out
+    table = table_of(folder, **{"model.norm.weight": "float32"})
+    # `--dtype` is the servers'; a table says itself what the trainer computes with.
+    assert main([*arguments, "bfloat16", "--table", table]) == 0
+    told = capsys.readouterr().out
+    assert "1 rounded on the way" in told and "model.norm.weight (float32 to bfloat16)" in told
+    assert main([*arguments, "bfloat16", "--table", table, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["parameters"]["rounded"] == {"model.norm.weight": ["float32", "bfloat16"]}
+
+
+MTP = json.dumps({"method": "mtp", "num_speculative_tokens": 1})
+
+
+def test_a_draft_model_is_planned_with_the_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # C27
+    folder = with_mtp(tmp_path / "model", 1)
+    arguments = [
+        "plan",
+        str(folder),
+        "--trainer",
+        "fsdp=2",
+        "--server",
+        "tp=2",
+        "--json",
+        "--table",
+        table_of(folder),
+    ]
+    found = []
+    for more in ([], ["--speculative-config", MTP]):
+        assert main([*arguments, *more]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    alone, both = (f["parameters"] for f in found)
+    draft = {name for name in load(folder) if name.startswith(f"model.layers.{LAYERS}.")}
+    copies = {f"model.layers.{LAYERS}.embed_tokens.weight", f"model.layers.{LAYERS}.shared_head.head.weight"}
+    assert (set(alone["unused"]), alone["draft"]) == (draft, [])
+    assert (set(both["unused"]), set(both["draft"])) == (copies, draft - copies)
+    shadows = [f["workers"]["shadow_bytes"]["most"] for f in found]
+    assert shadows[1] > shadows[0]
+    assert main([a for a in arguments if a != "--json"] + ["--speculative-config", MTP]) == 0
+    assert f"{len(draft - copies)} for draft models alone" in capsys.readouterr().out
+
+
+def test_a_draft_model_that_the_trainers_model_lacks_is_refused_with_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # C27
+    folder = with_mtp(tmp_path / "model", 1)
+    assert main(["plan", str(folder), "--trainer", "fsdp=2", "--speculative-config", MTP]) == 1
+    told = capsys.readouterr().out
+    assert "draft model" in told and "WEIGHTSYNC_DRAFT_MODEL=frozen" in told and "--table" in told
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["FOLDER", "--trainer", "fsdp=4", "--speculative-config", "{"], "--speculative-config: "),
+        (["FOLDER", "--trainer", "fsdp=4", "--speculative-config", "[]"], "expected an object, such as"),
+        (
+            ["FOLDER", "--trainer", "fsdp=4", "--speculative-config", '{"method": "mtp"}'],
+            "--server TP 1: vLLM cannot build worker 0",
+        ),
         (["nowhere", "--trainer", "fsdp=4"], "there is no config.json"),
         (
             ["FOLDER", "--trainer", "fsdp"],
@@ -172,7 +254,16 @@ def test_the_operators_condition_has_the_words_of_the_command(
     from weightsync_operator.core.rounds import replace
 
     summary = PlanSummary(
-        digest="d", parameters=21, direct=20, fallback=1, unused=1, bytes_total=2_600_000, steps=3
+        digest="d",
+        parameters=21,
+        direct=20,
+        fallback=1,
+        unused=1,
+        bytes_total=2_600_000,
+        steps=3,
+        draft=2,
+        rounded=5,
+        first_rounded=tuple(f"{n} (float32 to bfloat16)" for n in "cdef"),
     )
     sim = Sim()
     sim.run(lambda: sim.memory.epoch is not None and sim.memory.epoch.joined)
@@ -181,7 +272,8 @@ def test_the_operators_condition_has_the_words_of_the_command(
     (said,) = (item.message for item in shown(sim).conditions if item.type == "PlanResolved")
     found = {
         "trainer": {"mesh": "FSDP 1", "ranks": 1}, "servers": [], "steps": 3, "digest": "d",
-        "parameters": {"all": 22, "direct": 20, "by_loader": {"a": "why"}, "unused": ["b"], "refused": {}, "tied": {}},
+        "parameters": {"all": 22, "direct": 20, "by_loader": {"a": "why"}, "unused": ["b"], "refused": {}, "tied": {},
+                       "draft": ["x", "y"], "rounded": dict.fromkeys("cdefg", ("float32", "bfloat16"))},
         "bytes": {"model": 1, "direct_share": 0.9, "loader_share": 0.1, "received_by_all": 2_600_000},
     }  # fmt: skip
     none = {"count": 0, "least": 0, "mean": 0, "most": 0}
@@ -198,5 +290,10 @@ def test_the_operators_condition_has_the_words_of_the_command(
         "workers": side | {"staging_bytes": none},
     }
     told = text(found | rest)
-    for words in ("20 direct", "1 by vLLM's loader", "1 not sent: vLLM has no use for them", "3 steps"):
+    for words in (
+        "20 direct", "1 by vLLM's loader", "2 for draft models alone", "1 not sent: vLLM has no use for them",
+        "3 steps",
+        "5 rounded on the way, with fewer bits in the servers than the trainer computes with: "
+        "c (float32 to bfloat16), d (float32 to bfloat16), e (float32 to bfloat16), f (float32 to bfloat16) and 1 more",
+    ):  # fmt: skip
         assert words in told and words in said, words

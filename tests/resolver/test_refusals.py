@@ -536,5 +536,6 @@ def test_a_loader_that_fails_in_a_flip_leaves_the_worker_torn_and_names_the_para
     fresh = build_worker(second, 1, Parallel(2), weights=True, dtype=DTYPE)
     after = dict(tensors(worker.model))
     assert all(torch.equal(bits(after[n]), bits(t)) for n, t in tensors(fresh.model))
-    again = {n: shadow.slab.tensor(resolved.manifest.tensors[t]) for n, t in resolved.wholes.items()}
+    ((_, wholes),) = resolved.loaders
+    again = {n: shadow.slab.tensor(resolved.manifest.tensors[t]) for n, t in wholes.items()}
     assert all(torch.equal(again[n], t) for n, t in load(second).items() if n in again), "it is given copies"

@@ -92,6 +92,21 @@ def parse_dtype(given: str | None) -> str | None:
     return DTYPES[given or "auto"]
 
 
+def parse_speculative(given: str | None) -> dict[str, Any] | None:
+    """Raises `MeshError`."""
+    if given is None:
+        return None
+    try:
+        said = json.loads(given)
+    except ValueError as e:
+        raise MeshError(f"--speculative-config: {e}") from e
+    if not isinstance(said, dict) or not said:
+        raise MeshError(
+            '--speculative-config: expected an object, such as {"method": "mtp", "num_speculative_tokens": 1}'
+        )
+    return said
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0, or 1 if servers would refuse the plan or the doctor found something, or 2 for wrong input."""
     options = _parser().parse_args(arguments)
@@ -129,6 +144,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument(
         "--dtype", help="in which servers hold the weights (vLLM's --dtype; default: the model's)"
+    )
+    plan.add_argument(
+        "--speculative-config",
+        metavar="JSON",
+        help="vLLM's: how the servers decode speculatively; their draft model is planned too (leave it out if the "
+        "draft model is to keep its weights)",
     )
     plan.add_argument("--json", action="store_true", help="everything, with each rank's share")
     plan.set_defaults(run=_plan)
@@ -237,15 +258,16 @@ def _plan(options: argparse.Namespace) -> int:
         with _argument("--server"):
             specs = [parse_server(s) for s in options.server or ["tp=1"]]
         dtype = parse_dtype(options.dtype)
+        speculative = parse_speculative(options.speculative_config)
         build = models.table_model if options.table else models.trainer_model
-        model = build(options.table or folder, dtype)
+        model = build(options.table or folder)
         if (held := sum(math.prod(t.shape) * DTYPE_BYTES[t.dtype] for t in model.tensors)) > MAX_BYTES:
             raise models.ModelError(
                 f"{options.table or folder}: parameters of {size(held)} in all, more than the {size(MAX_BYTES)} "
                 "that can be planned; look for a size that is wrong"
             )
         shapes = {r.name: r.shape for t in model.tensors for r in t.regions}
-        kinds = [(s, _manifests(folder, s, dtype, shapes)) for s in specs]
+        kinds = [(s, _manifests(folder, s, dtype, shapes, speculative)) for s in specs]
         tensors = models.with_wire_dtypes(model.tensors, tuple(m for _, ms in kinds for m in ms))
         with _argument("--trainer"):
             sent = sources(tensors, mesh)
@@ -278,14 +300,18 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _manifests(
-    folder: Path, spec: ServerSpec, dtype: str | None, shapes: dict[str, tuple[int, ...]]
+    folder: Path,
+    spec: ServerSpec,
+    dtype: str | None,
+    shapes: dict[str, tuple[int, ...]],
+    speculative: dict[str, Any] | None,
 ) -> tuple[WorkerManifest, ...]:
     from ..resolve.offline import Parallel
     from . import models
 
     parallel: Parallel = Parallel(spec.tensor, spec.pipeline, spec.experts, spec.data)
     try:
-        return models.server_manifests(folder, parallel, dtype, shapes)
+        return models.server_manifests(folder, parallel, dtype, shapes, speculative)
     except models.ModelError as e:
         raise models.ModelError(f"--server {_title(spec)}: {e}") from e
 

@@ -46,6 +46,10 @@ class Tensor:
     regions: tuple[Region, ...]
     tensor_parallel: int | None = None
     """The dimension that tensor parallelism cuts."""
+    kept: bool = False
+    """It is wide on purpose, as `trainer.precision` has it."""
+    rounded_from: str = ""
+    """The dtype in which the trainer computes with it, if the wire's has fewer bits and that is worth a word."""
 
     @property
     def layer(self) -> int | None:
@@ -132,7 +136,15 @@ def sources(tensors: Sequence[Tensor], mesh: TrainerMesh) -> tuple[SourceParamet
             whole = region.shape == tensor.shape
             within = None if whole else Within(tensor.name, tensor.shape, region.at)
             found.append(
-                SourceParameter(region.name, region.shape, tensor.dtype, meshes[key], placements, within)
+                SourceParameter(
+                    region.name,
+                    region.shape,
+                    tensor.dtype,
+                    meshes[key],
+                    placements,
+                    within,
+                    tensor.rounded_from,
+                )
             )
     return tuple(found)
 

@@ -7,6 +7,7 @@ go through the same rules that a running trainer and a running server go through
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,10 +16,12 @@ from typing import Any
 import torch
 
 from ..layout.tensors import DTYPE_BYTES, WorkerManifest
+from ..resolve.draft import draft_of, shapes_of_draft, with_draft
 from ..resolve.manifest import resolve
 from ..resolve.offline import OfflineError, Parallel, build_worker
 from ..trainer.families import family_rules
 from ..trainer.naming import Refusal
+from ..trainer.precision import Cast, declared_wide, rounded
 from .mesh import Region, Tensor
 
 
@@ -51,7 +54,7 @@ class TrainerModel:
     refused_bytes: int
 
 
-def trainer_model(folder: Path, dtype: str | None) -> TrainerModel:
+def trainer_model(folder: Path) -> TrainerModel:
     """The tensors of transformers' model for a folder with `config.json`. Raises `ModelError`."""
     try:
         from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -70,13 +73,14 @@ def trainer_model(folder: Path, dtype: str | None) -> TrainerModel:
         raise ModelError(
             f"transformers cannot build {folder}: {type(e).__name__}: {str(e)[:300]}; give the parameters with --table"
         ) from e
-    wire = dtype or str(getattr(config, "dtype", None) or torch.float32).removeprefix("torch.")
+    trained = str(getattr(config, "dtype", None) or torch.float32).removeprefix("torch.")
     unsaved = {
         f"{path}.{name}" if path else name
         for path, module in model.named_modules()
         for name in module._non_persistent_buffers_set
     }
     held = {n: p for n, p in (*model.named_parameters(), *model.named_buffers()) if n not in unsaved}
+    declared, buffers = declared_wide(model), {name for name, _ in model.named_buffers()}
     rules = family_rules(model, {name: tuple(t.shape) for name, t in held.items()})
     plan = getattr(model, "tp_plan", None) or {}
     tensors: list[Tensor] = []
@@ -84,7 +88,7 @@ def trainer_model(folder: Path, dtype: str | None) -> TrainerModel:
     lost = 0
     for name, tensor in held.items():
         rule, shape = rules[name], tuple(tensor.shape)
-        kind = wire if tensor.dtype.is_floating_point else str(tensor.dtype).removeprefix("torch.")
+        kind = trained if tensor.dtype.is_floating_point else str(tensor.dtype).removeprefix("torch.")
         if rule is None:
             continue
         if isinstance(rule, Refusal):
@@ -97,7 +101,17 @@ def trainer_model(folder: Path, dtype: str | None) -> TrainerModel:
             if isinstance(rule, str)
             else tuple(Region(part.name, part.at, part.shape) for part in rule)
         )
-        tensors.append(Tensor(name, shape, kind, regions, _tensor_parallel(name, len(shape), plan)))
+        wide = tensor.dtype.is_floating_point and declared(name)
+        tensors.append(
+            Tensor(
+                name,
+                shape,
+                "float32" if wide else kind,
+                regions,
+                _tensor_parallel(name, len(shape), plan),
+                kept=wide or name in buffers,
+            )
+        )
     return TrainerModel(tuple(tensors), refused, lost)
 
 
@@ -113,7 +127,7 @@ def _tensor_parallel(name: str, dims: int, plan: Mapping[str, str]) -> int | Non
     return None
 
 
-def table_model(file: Path, dtype: str | None) -> TrainerModel:
+def table_model(file: Path) -> TrainerModel:
     """From JSON: `{"name": {"shape": [..], "dtype": "bfloat16"}, ...}`. Raises `ModelError` naming the entry."""
     try:
         entries = json.loads(file.read_text())
@@ -130,7 +144,7 @@ def table_model(file: Path, dtype: str | None) -> TrainerModel:
         shape = entry.get("shape") if isinstance(entry, dict) else None
         if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
             raise ModelError(f'--table {file}: {name!r} has no "shape" of whole numbers')
-        kind = dtype or entry.get("dtype", "bfloat16")
+        kind = entry.get("dtype", "bfloat16")
         if not isinstance(kind, str) or kind not in DTYPE_BYTES:
             raise ModelError(f"--table {file}: {name!r} has dtype {kind!r}; known: {', '.join(DTYPE_BYTES)}")
         tensors.append(Tensor(name, tuple(shape), kind, (Region(name, (0,) * len(shape), tuple(shape)),)))
@@ -138,14 +152,33 @@ def table_model(file: Path, dtype: str | None) -> TrainerModel:
 
 
 def server_manifests(
-    folder: Path, parallel: Parallel, dtype: str | None, shapes: Mapping[str, tuple[int, ...]]
+    folder: Path,
+    parallel: Parallel,
+    dtype: str | None,
+    shapes: Mapping[str, tuple[int, ...]],
+    speculative: dict[str, Any] | None = None,
 ) -> tuple[WorkerManifest, ...]:
-    """Of each worker of one server, in order of rank. `shapes`: of what the trainer sends. Raises `ModelError`."""
+    """Of each worker of one server, in order of rank. Raises `ModelError`.
+
+    Args:
+        shapes: of what the trainer sends.
+        speculative: vLLM's `--speculative-config`; its draft model is updated.
+    """
     try:
         workers = []
         for rank in range(parallel.workers):
-            built = build_worker(folder, rank, parallel, dtype=dtype or "auto")
-            workers.append(resolve(built.model, None, planned=True, shapes=shapes).manifest)
+            # vLLM completes what it is given.
+            more: dict[str, Any] = {"speculative_config": dict(speculative)} if speculative else {}
+            built = build_worker(folder, rank, parallel, dtype=dtype or "auto", **more)
+            draft = draft_of(built.draft, built.config)
+            if draft is None:
+                found = resolve(built.model, None, planned=True, shapes=shapes)
+            else:
+                own, its = shapes_of_draft(shapes, draft)
+                found = resolve(built.model, None, planned=True, shapes=own)
+                with built.within():
+                    found = with_draft(found, draft, None, planned=True, shapes=its)
+            workers.append(found.manifest)
         return tuple(workers)
     except ImportError as e:
         raise ModelError(
@@ -158,9 +191,16 @@ def server_manifests(
 def with_wire_dtypes(
     tensors: tuple[Tensor, ...], manifests: tuple[WorkerManifest, ...]
 ) -> tuple[Tensor, ...]:
-    """Tensors in the dtypes in which the servers hold them: what a trainer sets its wire dtype to."""
+    """Tensors in the dtypes in which the servers hold them: what a trainer sets its wire dtype to. Those that lose bits
+    by that which the trainer means to keep say so."""
     live = {name: e.dtype for m in manifests for name, e in m.expected.items()}
     live |= {alias: live[name] for m in manifests for alias, name in m.aliases.items() if name in live}
+    wires = [next((live[r.name] for r in t.regions if r.name in live), t.dtype) for t in tensors]
+    wide = rounded(
+        Cast(t.name, math.prod(t.shape), t.dtype, wire, t.kept)
+        for t, wire in zip(tensors, wires, strict=True)
+    )
     return tuple(
-        replace(t, dtype=next((live[r.name] for r in t.regions if r.name in live), t.dtype)) for t in tensors
+        replace(t, dtype=wire, rounded_from=wide.get(t.name, ""))
+        for t, wire in zip(tensors, wires, strict=True)
     )

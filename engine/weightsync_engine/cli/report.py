@@ -12,6 +12,7 @@ from ..layout.shards import shard_boxes
 from ..layout.tensors import DTYPE_BYTES, SourceParameter
 from ..plan.cost import RankCost, links, rank_costs
 from ..plan.plan import Plan
+from ..protocol.messages import rounded_words, rounding
 
 IN_FLIGHT = 3
 """Steps for which a transport has staging memory at the same time."""
@@ -57,6 +58,8 @@ def report(
             "unused": sorted(plan.unused),
             "refused": dict(sorted(refused.items())),
             "tied": dict(sorted(plan.tied.items())),
+            "draft": sorted(plan.draft),
+            "rounded": plan.rounded,
         },
         "bytes": {
             "model": total,
@@ -110,6 +113,7 @@ def text(found: Mapping[str, Any], reasons: int = 8) -> str:
         f"{s['count']} x {s['title']} ({s['workers']} worker{'s' if s['workers'] > 1 else ''})"
         for s in found["servers"]
     )
+    words = [rounded_words(name, *dtypes) for name, dtypes in p["rounded"].items()]
     lines = [
         f"trainer     {found['trainer']['mesh']}: {found['trainer']['ranks']} ranks",
         f"servers     {servers}",
@@ -117,7 +121,9 @@ def text(found: Mapping[str, Any], reasons: int = 8) -> str:
         + (f", {len(p['by_loader'])} by vLLM's loader ({b['loader_share']:.1%})" if p["by_loader"] else "")
         + (f", {len(p['refused'])} refused" if p["refused"] else "")
         + (f", {len(p['tied'])} tied" if p["tied"] else "")
+        + (f", {len(p['draft'])} for draft models alone" if p["draft"] else "")
         + (f", {len(p['unused'])} not sent: vLLM has no use for them" if p["unused"] else ""),
+        *(["rounding    " + rounding(len(p["rounded"]), words)] if p["rounded"] else []),
         f"plan        {found['steps']} steps, {size(b['received_by_all'])} received by all workers together, "
         f"digest {found['digest']}",
         "",

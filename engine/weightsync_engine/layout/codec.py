@@ -11,6 +11,7 @@ import hashlib
 import json
 import os.path
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Annotated, Any, TypeVar
 
@@ -62,6 +63,8 @@ class _Sources(_Read):
     tensor: Column
     """One more than the place in `tensors`; 0: none."""
     at: Column
+    rounded: list[tuple[Number, Number]]
+    """(which parameter, dtype that it is rounded from), of the few that are."""
 
 
 class _Slab(_Read):
@@ -103,6 +106,7 @@ class _Worker(_Read):
     aliases: dict[str, str]
     fallback: dict[str, str]
     unused: list[str]
+    draft: list[str]
 
 
 def encode_trainer(manifest: TrainerManifest) -> bytes:
@@ -177,6 +181,7 @@ def encode_worker(manifest: WorkerManifest) -> bytes:
             "aliases": manifest.aliases,
             "fallback": manifest.fallback,
             "unused": sorted(manifest.unused),
+            "draft": sorted(manifest.draft),
         }
     )
 
@@ -208,6 +213,7 @@ def decode_worker(data: bytes) -> WorkerManifest:
         aliases=read.aliases,
         fallback=read.fallback,
         unused=frozenset(read.unused),
+        draft=frozenset(read.draft),
     )
 
 
@@ -268,7 +274,7 @@ class _InOrder(dict[H, int]):
 
 
 def _sources(sources: Sequence[SourceParameter]) -> dict[str, Any]:
-    names = _Table(n for s in sources for n in (s.name, s.dtype, s.tensor))
+    names = _Table(n for s in sources for n in (s.name, s.dtype, s.tensor, s.rounded_from or s.dtype))
     tuples = _Table(
         t
         for s in sources
@@ -295,6 +301,7 @@ def _sources(sources: Sequence[SourceParameter]) -> dict[str, Any]:
         "kind": kind,
         "tensor": tensor,
         "at": at,
+        "rounded": [[i, names.at[s.rounded_from]] for i, s in enumerate(sources) if s.rounded_from],
     }
 
 
@@ -386,7 +393,12 @@ def _read_sources(read: _Sources) -> tuple[SourceParameter, ...]:
         at_of,
         strict=True,
     )
-    return tuple(
+    found = [
         SourceParameter(name, shape, dtype, *layout, None if tensor is None else Within(*tensor, at))
         for name, (shape, dtype, layout), tensor, at in rows
-    )
+    ]
+    wide = _looked_up("rounded", [dtype for _, dtype in read.rounded], names)
+    for (place, _), dtype in zip(read.rounded, wide, strict=True):
+        (one,) = _looked_up("rounded", [place], found)
+        found[place] = replace(one, rounded_from=dtype)
+    return tuple(found)

@@ -73,6 +73,8 @@ class SourceParameter:
     placements: tuple[Placement, ...]
     """Of the trainer's tensor: `within`'s, or the parameter itself."""
     within: Within | None = None
+    rounded_from: str = ""
+    """The dtype in which the trainer computes with it, if the wire's has fewer bits and that is worth a word."""
 
     @property
     def tensor(self) -> str:
@@ -170,3 +172,5 @@ class WorkerManifest:
     unused: frozenset[str] = frozenset()
     """Names in the checkpoint that vLLM's own load leaves out (a draft model's layers where none runs, say): a
     trainer may send them, and nobody takes them."""
+    draft: frozenset[str] = frozenset()
+    """Names in `expected` that no one but the server's draft model needs."""

@@ -30,6 +30,7 @@ from collections.abc import Iterable
 
 import torch
 
+from ..layout.kinds import slab_order
 from ..layout.tensors import DTYPE_BYTES, SlabTensor
 from ..protocol.messages import Published
 from . import cuda
@@ -59,14 +60,15 @@ class SlabError(ValueError):
 
 
 def plan_slab(tensors: Iterable[tuple[str, tuple[int, ...], str]]) -> tuple[dict[str, SlabTensor], int]:
-    """Lay out named tensors (name, shape, dtype) one after the other, each aligned to 256 bytes.
+    """Lay out named tensors (name, shape, dtype), each aligned to 256 bytes, those of one kind, dtype and shape one
+    after the other.
 
-    Returns where each one is and the payload bytes to create. Raises `SlabError` for a repeated name, an
-    unknown dtype or a negative extent. Tensors without elements get a place of zero bytes.
+    Returns where each one is and the payload bytes to create, whatever order they come in. Raises `SlabError` for a
+    repeated name, an unknown dtype or a negative extent. Tensors without elements get a place of zero bytes.
     """
     places: dict[str, SlabTensor] = {}
     offset = 0
-    for name, shape, dtype in tensors:
+    for name, shape, dtype in sorted(tensors, key=slab_order):
         if name in places:
             raise SlabError(f"slab tensor {name!r} is given twice")
         if dtype not in DTYPE_BYTES:

@@ -11,8 +11,15 @@ from ..layout.boxes import Box
 from ..layout.shards import LayoutError, check_source
 from ..layout.tensors import DTYPE_BYTES, Expected, Piece, SlabTensor, SourceParameter
 from ..protocol.messages import Problem
+from ..protocol.names import DRAFT_PREFIX, ENV_DRAFT_MODEL, FROZEN, UPDATE
 from .groups import Worker
 from .steps import PlanError
+
+DRAFT_NOT_SENT = (
+    f"publish the draft model's parameters too ({ENV_DRAFT_MODEL}={UPDATE}, the default), or set "
+    f"{ENV_DRAFT_MODEL}={FROZEN} on the servers: their draft model keeps its weights then, and fewer of its tokens "
+    "are accepted with each version"
+)
 
 
 def problem(reason: str, message: str, rank: int | None = None) -> Problem:
@@ -100,8 +107,12 @@ def _check_worker(worker: Worker, sources: dict[str, SourceParameter], good: _Go
         source = sources.get(name)
         if source is None:
             if name not in manifest.aliases and name not in filled_by_alias:
+                by = f"{who} for its draft model" if name in manifest.draft else who
+                what_to_do = f"; {DRAFT_NOT_SENT}" if name in manifest.draft else ""
                 yield problem(
-                    "NotSent", f"{name!r} is expected by {who}, but the trainer does not send it", worker.rank
+                    "NotSent",
+                    f"{name!r} is expected by {by}, but the trainer does not send it{what_to_do}",
+                    worker.rank,
                 )
             continue
         if (source.shape, source.dtype) != (expected.shape, expected.dtype):
@@ -214,8 +225,9 @@ def _check_servers(sources: dict[str, SourceParameter], workers: Sequence[Worker
             unused |= manifest.unused
             placed |= {p.name for p in manifest.pieces if 0 not in p.box.shape}
             placed |= {a for a, n in manifest.aliases.items()} | manifest.unresolved.keys()
+        drafts = any(name.startswith(DRAFT_PREFIX) for name in known)
         for name in sorted(sources):
-            if name not in known and name in unused:
+            if name not in known and (name in unused or (name.startswith(DRAFT_PREFIX) and not drafts)):
                 continue
             if name not in known:
                 yield problem(

@@ -1,26 +1,28 @@
 """The reshard compiler: sources and destinations in, one plan out, the same on every rank.
 
-Four moves, each in a module of its own: servers that are alike become groups (`groups`); the boxes of both
-sides are laid over each other (`cuts`); where several ranks hold the same, their loads are made level
-(`senders`); what each sender has for each unit of workers becomes equal blocks (`patterns`), and those become
-steps here. Parameters that are laid out alike are worked out once.
+Each move is in a module of its own: servers that are alike become groups (`groups`); the boxes of both sides are
+laid over each other (`cuts`); where several ranks hold the same, their loads are made level (`senders`); parameters
+that both sides cut evenly become stacks (`stacks`); what each sender has of the others for each unit of workers
+becomes equal blocks (`patterns`), and those become steps here. Parameters that are laid out alike are worked out once.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 from ..layout.boxes import Box
-from ..layout.tensors import DTYPE_BYTES, Replicate, Shard, SourceParameter
+from ..layout.tensors import DTYPE_BYTES, Shard, SourceParameter
 from .check import check, problem
 from .cuts import Cut, Holders, Place, copies, overlay
 from .groups import Group, Worker, group_workers
 from .patterns import Pattern, decompose
 from .plan import Part, Plan, Route, pieces_in_order
 from .senders import spread
-from .steps import PlanError, Side, Step
+from .stacks import stacks
+from .steps import Blocks, PlanError, Side, Stack, Step
+from .targets import targets_of
 from .validate import M2N, Envelope
 
 _ALIGN = 256
@@ -46,12 +48,14 @@ def compile_plan(
     tied: dict[str, str] = {}
     routes = _routes([by_name[n] for n in sorted(by_name)], groups, by_name, tied, envelope)
     parts = _share_out(routes, groups, trainer_ranks)
-    steps = [
+    steps: list[Step] = list(stacks(routes, parts, groups, trainer_ranks, envelope))
+    stacked = {at for step in steps if isinstance(step, Stack) for at in step.routes}
+    steps += (
         step
-        for group, dtype, width, lengths in _flows(routes, parts)
+        for group, dtype, width, lengths in _flows(routes, parts, stacked)
         for pattern in decompose(lengths, envelope.max_sources)
         for step in _steps(pattern, groups[group], group, dtype, width, envelope)
-    ]
+    )
     unused = by_name.keys() - tied.keys() - {route.source.name for route in routes}
     return Plan(
         trainer_ranks, trainer_ranks + len(ordered), groups, tuple(routes), parts, tuple(steps), tied,
@@ -170,9 +174,9 @@ def _share_out(routes: Sequence[Route], groups: Sequence[Group], trainer_ranks: 
 
 
 def _flows(
-    routes: Sequence[Route], parts: dict[int, list[Part]]
+    routes: Sequence[Route], parts: dict[int, list[Part]], stacked: Container[int]
 ) -> Iterator[tuple[int, str, int, dict[tuple[int, int], int]]]:
-    """(group, dtype, workers of a unit, elements of each flow by sender and unit), in order."""
+    """(group, dtype, workers of a unit, elements of each flow by sender and unit) of what is not stacked, in order."""
     alike: dict[tuple[int, str, int], int] = defaultdict(int)
     cuts: dict[int, tuple[Cut, ...]] = {}
     lengths: dict[tuple[int, str, int], dict[tuple[int, int], int]] = {}
@@ -183,6 +187,8 @@ def _flows(
             flows[sender, unit] = flows.get((sender, unit), 0) + elements
 
     for at, route in enumerate(routes):
+        if at in stacked:
+            continue
         if at in parts:
             for part in parts[at]:
                 add(route.group, route.source.dtype, route.cuts[part.cut], part.sender, part.end - part.first)
@@ -214,13 +220,18 @@ def _steps(
     longest = max(envelope.max_local_bytes // share, 1)
     longest = max(longest // _ALIGN * _ALIGN, min(longest, _ALIGN))
     at_once = envelope.max_targets // (served * width)
-    targets = list(_targets(pattern, group, width, at_once))
+    targets = list(
+        targets_of(
+            group.server_ranks(0)[0], group.replicas, group.width, pattern.units, width,
+            1 if pattern.crossed else 0, at_once,
+        )
+    )  # fmt: skip
     for done in range(0, pattern.block, longest):
         block = min(longest, pattern.block - done)
         shape = (senders, units, block) if pattern.crossed else (each, block)
         starts = tuple(start + done for start in pattern.starts)
         for target in targets:  # one after the other: what is packed for one serves them all
-            yield Step(index, dtype, shape, source, target, width, pattern.units[0], starts)
+            yield Blocks(index, dtype, shape, source, target, width, pattern.units[0], starts)
 
 
 def _narrower(
@@ -238,27 +249,3 @@ def _narrower(
             starts = tuple(start for _, start in run)
             one = Pattern(range(sender, sender + 1), units, False, pattern.block, starts)
             yield from _steps(one, group, index, dtype, width, envelope)
-
-
-def _targets(pattern: Pattern, group: Group, width: int, at_once: int) -> Iterator[Side]:
-    """The target sides that together are all servers of the group, `at_once` or fewer of them at a time."""
-    units, axis = len(pattern.units), 1 if pattern.crossed else 0
-    mesh: tuple[int, ...]
-    placements: tuple[Replicate | Shard, ...]
-    whole = units * width == group.width
-    if not whole or (units > 1 and width > 1):
-        at_once = 1  # the ranks of several servers would be no interval, or three mesh dimensions
-    for first in range(0, group.replicas, at_once):
-        servers = min(at_once, group.replicas - first)
-        rank = group.server_ranks(first)[0] + pattern.units[0] * width
-        if units == 1:
-            n = servers * width
-            # Replicated is spelled with a cut over one rank: a mesh without a shard axis is not supported.
-            mesh, placements = ((n, 1), (Replicate(), Shard(axis))) if n > 1 else ((1,), (Shard(axis),))
-        elif servers > 1:
-            mesh, placements = (servers, units), (Replicate(), Shard(axis))
-        elif width > 1:
-            mesh, placements = (units, width), (Shard(axis), Replicate())
-        else:
-            mesh, placements = (units,), (Shard(axis),)
-        yield Side(rank, mesh, placements)

@@ -25,8 +25,7 @@ def rank_costs(plan: Plan) -> list[RankCost]:
     """By rank."""
     costs = [RankCost() for _ in range(plan.world_size)]
     for step in plan.steps:
-        total = len(step.starts) * step.block * DTYPE_BYTES[step.dtype]
-        sent, received = total // step.source.shards, total // step.target.shards
+        sent, received = (step.share(sends) * DTYPE_BYTES[step.dtype] for sends in (True, False))
         for rank in step.source.ranks:
             cost = costs[rank]
             cost.bytes_sent += sent * step.target.copies
@@ -44,9 +43,11 @@ def links(plan: Plan) -> dict[tuple[int, int], int]:
     """Bytes by (sender, receiver)."""
     found: dict[tuple[int, int], int] = {}
     for step in plan.steps:
-        size = step.block * DTYPE_BYTES[step.dtype]
-        for block in range(len(step.starts)):
-            sender = step.flow(block).sender
-            for receiver in step.receivers(block):
-                found[sender, receiver] = found.get((sender, receiver), 0) + size
+        for s, sender in enumerate(step.source.ranks):
+            held = step.source.local_box(step.shape, s)
+            for t, receiver in enumerate(step.target.ranks):
+                common = held.intersect(step.target.local_box(step.shape, t))
+                if common is not None:
+                    size = common.size * DTYPE_BYTES[step.dtype]
+                    found[sender, receiver] = found.get((sender, receiver), 0) + size
     return dict(sorted(found.items()))

@@ -13,10 +13,10 @@ from functools import cached_property
 from ..layout.boxes import Box
 from ..layout.shards import shard_boxes
 from ..layout.tensors import DTYPE_BYTES, Piece, Shard, SourceParameter, WorkerManifest
-from ..protocol.messages import PlanSummary
+from ..protocol.messages import ROUNDED_SHOWN, PlanSummary, rounded_words
 from .cuts import Cut
 from .groups import Group
-from .steps import FlowKey, Side, Step
+from .steps import Blocks, FlowKey, Side, Stack, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,10 @@ class LocalPart:
 @dataclass(frozen=True, slots=True)
 class LocalBlock:
     """One block of a rank's share of a step: what it is packed from or unpacked to, and who has the other
-    end."""
+    end. A share of a stack is one block."""
 
     peers: tuple[int, ...]
-    """The one sender, or all receivers."""
+    """The one sender, or all receivers. Of a stack: all who have any of it."""
     parts: tuple[LocalPart, ...]
     """In order; together they have the block's elements."""
 
@@ -84,7 +84,7 @@ class LocalStep:
     @property
     def elements(self) -> int:
         """Of the rank's share."""
-        return len(self.blocks) * self.step.block
+        return self.step.share(self.sends) if self.blocks else 0
 
     @property
     def local_bytes(self) -> int:
@@ -132,7 +132,7 @@ class Plan:
                 [f"S{p.dim}" if isinstance(p, Shard) else "R" for p in s.placements],
             ]
 
-        yield ["weightsync plan 2", self.trainer_ranks, self.world_size]
+        yield ["weightsync plan 3", self.trainer_ranks, self.world_size]
         yield [[g.first_rank, g.width, g.servers] for g in self.groups]
         known: dict[int, int] = {}
         for at, route in enumerate(self.routes):
@@ -145,11 +145,18 @@ class Plan:
             if at in self.parts:
                 yield [[p.cut, p.sender, p.first, p.end] for p in self.parts[at]]
         for s in self.steps:
-            yield [
-                s.group, s.dtype, s.shape, side(s.source), side(s.target), s.width, s.first_unit, s.starts
-            ]  # fmt: skip
+            yield [type(s).__name__, s.group, s.dtype, s.shape, side(s.source), side(s.target)]
+            if isinstance(s, Stack):
+                yield [s.routes, s.parameter, s.axes, s.part, s.parts]
+            elif isinstance(s, Blocks):
+                yield [s.width, s.first_unit, s.starts]
         yield sorted(self.tied.items())
         yield sorted(self.unused)
+
+    @cached_property
+    def stacked(self) -> frozenset[int]:
+        """The routes that travel in stacks; the others are parts of flows."""
+        return frozenset(at for step in self.steps if isinstance(step, Stack) for at in step.routes)
 
     @cached_property
     def names(self) -> frozenset[str]:
@@ -167,6 +174,22 @@ class Plan:
         return dict(sorted(reasons.items()))
 
     @cached_property
+    def rounded(self) -> dict[str, tuple[str, str]]:
+        """Parameters that lose bits on their way which the trainer means to keep: (its dtype, the wire's)."""
+        sources = {route.source.name: route.source for route in self.routes}
+        return {n: (s.rounded_from, s.dtype) for n, s in sorted(sources.items()) if s.rounded_from}
+
+    @cached_property
+    def draft(self) -> frozenset[str]:
+        """Parameters that travel for nothing but draft models."""
+        names: set[str] = set()
+        others: set[str] = set()
+        alone = [_for_drafts(group) for group in self.groups]
+        for route in self.routes if any(alone) else ():
+            (names if route.name in alone[route.group] else others).add(route.source.name)
+        return frozenset(names - others)
+
+    @cached_property
     def bytes_received(self) -> int:
         """By all workers together."""
         return sum(step.bytes_sent for step in self.steps)
@@ -180,9 +203,15 @@ class Plan:
             direct=parameters - len(self.fallback),
             fallback=len(self.fallback),
             unused=len(self.unused),
+            draft=len(self.draft),
+            rounded=len(self.rounded),
             bytes_total=self.bytes_received,
             steps=len(self.steps),
             reasons=tuple(f"{name}: {why}"[:512] for name, why in itertools.islice(self.fallback.items(), 1)),
+            first_rounded=tuple(
+                rounded_words(name, *dtypes)[:512]
+                for name, dtypes in itertools.islice(self.rounded.items(), ROUNDED_SHOWN)
+            ),
         )
 
     # -- one rank ------------------------------------------------------------------------------------------
@@ -199,79 +228,113 @@ class Plan:
         """What `rank` does, in order: all that it needs to keep of a plan. `collective`: with the steps in which
         it moves nothing, for transports that need every rank in every step."""
         sends = rank < self.trainer_ranks
-        side = [s.source if sends else s.target for s in self.steps]
-        flows = self._sent_flows(rank) if sends else self._received_flows(rank)
-        readers = {key: _Flow(parts) for key, parts in flows.items()}
+        held: _Sent | _Received = _Sent(rank) if sends else _Received(rank, self.groups)
+        flows = self._sent_flows(held) if isinstance(held, _Sent) else self._received_flows(held)
+        readers = {key: _Flow(stretches) for key, stretches in flows.items()}
         result: list[LocalStep] = []
         for index, step in enumerate(self.steps):
-            if rank not in side[index].ranks:
+            side = step.source if sends else step.target
+            if rank not in side.ranks:
                 if collective:
                     result.append(LocalStep(index, step, sends, ()))
                 continue
             blocks: list[LocalBlock] = []
-            for number in step.sent_blocks(rank) if sends else step.received_blocks(rank):
-                key, start = step.flow(number), step.starts[number]
-                peers = step.receivers(number) if sends else (key.sender,)
-                blocks.append(LocalBlock(peers, tuple(readers[key].read(start, start + step.block))))
+            if isinstance(step, Stack):
+                place = rank - side.first_rank
+                boxes = step.boxes(sends, place)
+                parts = (held.part(self.routes[at], box) for at in step.routes for box in boxes)
+                blocks.append(LocalBlock(step.peers(sends, place), tuple(parts)))
+            elif isinstance(step, Blocks):
+                for number in step.sent_blocks(rank) if sends else step.received_blocks(rank):
+                    key, start = step.flow(number), step.starts[number]
+                    peers = step.receivers(number) if sends else (key.sender,)
+                    blocks.append(LocalBlock(peers, tuple(readers[key].read(start, start + step.block))))
             result.append(LocalStep(index, step, sends, tuple(blocks)))
         return tuple(result)
 
-    def _sent_flows(self, rank: int) -> dict[FlowKey, list[_Stretch]]:
+    def _sent_flows(self, held: _Sent) -> dict[FlowKey, list[_Stretch]]:
         flows: dict[FlowKey, list[_Stretch]] = {}
-        boxes: dict[object, Box | None] = {}
         senders: dict[int, bool] = {}
         for at, route in enumerate(self.routes):
+            if at in self.stacked:
+                continue
             if at not in self.parts:
                 known = id(route.cuts)
                 if known not in senders:
-                    senders[known] = any(cut.ranks[0] == rank for cut in route.cuts)
+                    senders[known] = any(cut.ranks[0] == held.rank for cut in route.cuts)
                 if not senders[known]:
                     continue
-            source = route.source
             for part in self.parts_of(at):
-                if part.sender != rank:
+                if part.sender != held.rank:
                     continue
-                layout = (id(source.mesh), source.placements, source.tensor_shape)
-                if layout not in boxes:
-                    boxes[layout] = shard_boxes(source)[rank]
-                held = boxes[layout]
-                assert held is not None
                 cut = route.cuts[part.cut]
-                region, drop = source.region, len(source.tensor_shape) - len(source.shape)
-                box = Box(
-                    (
-                        *region.start[:drop],
-                        *(a + b for a, b in zip(region.start[drop:], cut.box.start, strict=True)),
-                    ),
-                    (1,) * drop + cut.box.shape,
-                ).relative_to(held.start)
+                stretch = _Stretch(held.part(route, cut.box), part.first, part.end)
                 for width, unit in cut.units:
-                    key = FlowKey(route.group, source.dtype, width, rank, unit)
-                    flows.setdefault(key, []).append(_Stretch(source.tensor, box, part.first, part.end))
+                    key = FlowKey(route.group, route.source.dtype, width, held.rank, unit)
+                    flows.setdefault(key, []).append(stretch)
         return flows
 
-    def _received_flows(self, rank: int) -> dict[FlowKey, list[_Stretch]]:
-        index, group = next((i, g) for i, g in enumerate(self.groups) if rank in g.ranks)
-        position = (rank - group.first_rank) % group.width
-        pieces = _pieces_by_turn(group.manifests[position])
+    def _received_flows(self, held: _Received) -> dict[FlowKey, list[_Stretch]]:
         flows: dict[FlowKey, list[_Stretch]] = {}
         for at, route in enumerate(self.routes):
-            if route.group != index or (route.name, 0) not in pieces:
+            if at in self.stacked or route.group != held.group or (route.name, 0) not in held.pieces:
                 continue
             for part in self.parts_of(at):
                 cut = route.cuts[part.cut]
-                unit = next((u for u in cut.units if u[1] * u[0] <= position < (u[1] + 1) * u[0]), None)
+                unit = next((u for u in cut.units if u[1] * u[0] <= held.position < (u[1] + 1) * u[0]), None)
                 if unit is None:
                     continue
-                piece = pieces[route.name, cut.turn]
-                drop = len(piece.at) - len(cut.box.shape)
-                start = tuple(
-                    a + b - c for a, b, c in zip(piece.at[drop:], cut.box.start, piece.box.start, strict=True)
-                )
-                box = Box((*piece.at[:drop], *start), (1,) * drop + cut.box.shape)
-                key = FlowKey(index, route.source.dtype, unit[0], part.sender, unit[1])
-                flows.setdefault(key, []).append(_Stretch(piece.tensor, box, part.first, part.end))
+                key = FlowKey(held.group, route.source.dtype, unit[0], part.sender, unit[1])
+                stretch = _Stretch(held.part(route, cut.box, cut.turn), part.first, part.end)
+                flows.setdefault(key, []).append(stretch)
         return flows
+
+
+class _Sent:
+    """Where a trainer rank holds what."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._shards: dict[object, Box | None] = {}
+
+    def part(self, route: Route, box: Box) -> LocalPart:
+        """Elements `box` of the route's parameter."""
+        source = route.source
+        layout = (id(source.mesh), source.placements, source.tensor_shape)
+        if layout not in self._shards:
+            self._shards[layout] = shard_boxes(source)[self.rank]
+        shard = self._shards[layout]
+        assert shard is not None
+        region, drop = source.region, len(source.tensor_shape) - len(source.shape)
+        start = (
+            *region.start[:drop],
+            *(a + b for a, b in zip(region.start[drop:], box.start, strict=True)),
+        )
+        return LocalPart(source.tensor, Box(start, (1,) * drop + box.shape).relative_to(shard.start))
+
+
+class _Received:
+    """Where a worker holds what."""
+
+    def __init__(self, rank: int, groups: Sequence[Group]) -> None:
+        self.group, group = next((i, g) for i, g in enumerate(groups) if rank in g.ranks)
+        self.position = (rank - group.first_rank) % group.width
+        self.pieces = _pieces_by_turn(group.manifests[self.position])
+
+    def part(self, route: Route, box: Box, turn: int = 0) -> LocalPart:
+        """Elements `box` of the route's parameter, where it is held for the `turn`-th time."""
+        piece = self.pieces[route.name, turn]
+        drop = len(piece.at) - len(box.shape)
+        start = (a + b - c for a, b, c in zip(piece.at[drop:], box.start, piece.box.start, strict=True))
+        return LocalPart(piece.tensor, Box((*piece.at[:drop], *start), (1,) * drop + box.shape))
+
+
+def _for_drafts(group: Group) -> frozenset[str]:
+    """What no worker of a server needs but for its draft model."""
+    wanted = frozenset[str]().union(*(m.draft for m in group.manifests))
+    if not wanted:
+        return wanted
+    return wanted.difference(*(m.expected.keys() - m.draft for m in group.manifests))
 
 
 def pieces_in_order(pieces: Sequence[Piece]) -> list[Piece]:
@@ -291,10 +354,9 @@ def _pieces_by_turn(manifest: WorkerManifest) -> dict[tuple[str, int], Piece]:
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    """Elements `[first, end)` of a region of a slab tensor, in row-major order."""
+    """Elements `[first, end)` of a part, in row-major order."""
 
-    tensor: str
-    box: Box
+    part: LocalPart
     first: int
     end: int
 
@@ -318,8 +380,8 @@ class _Flow:
             begin = self._ends[at] - (stretch.end - stretch.first)
             end = min(stop, self._ends[at])
             first = stretch.first + start - begin
-            for box in rows(stretch.box, first, first + end - start):
-                yield LocalPart(stretch.tensor, box)
+            for box in rows(stretch.part.box, first, first + end - start):
+                yield LocalPart(stretch.part.tensor, box)
             start, at = end, at + 1
 
 

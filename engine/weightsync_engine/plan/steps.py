@@ -1,8 +1,12 @@
-"""Steps in the terms of `nccl.m2n`: equal blocks that go from a run of trainer ranks to a run of workers.
+"""Steps in the terms of `nccl.m2n`: what goes from a run of trainer ranks to a run of workers in one reshard.
 
-Between a sender and a unit of workers runs one *flow*: all elements of one dtype that the sender has for them,
-in the plan's order. A step moves the next block of several flows at once. Its tensor is made of whole blocks;
-each rank's share of it is packed from, and unpacked to, the parts of parameters that the flow consists of.
+A *stack* is parameters that both sides cut alike, one on the other: its tensor is theirs, and each rank's share of it
+is what the rank holds of them, which lies in one run where the slab holds them one after the other.
+
+What is no stack goes by flows. Between a sender and a unit of workers runs one *flow*: all elements of one dtype that
+the sender has for them, in the plan's order. A step of *blocks* moves the next block of several flows at once. Its
+tensor is made of whole blocks; each rank's share of it is packed from, and unpacked to, the parts of parameters that
+the flow consists of.
 """
 
 from __future__ import annotations
@@ -80,17 +84,76 @@ class FlowKey:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One reshard of a tensor of blocks.
-
-    Shape `(blocks, block)`, both sides cutting dimension 0: stepped. Shape `(senders, units, block)`, the
-    source cutting dimension 0 and the target dimension 1: crossed.
-    """
+    """One reshard of a tensor of that shape from the source's ranks to the target's."""
 
     group: int
     dtype: str
     shape: tuple[int, ...]
     source: Side
     target: Side
+
+    def share(self, sends: bool) -> int:
+        """Elements of a source's or a target's share."""
+        return math.prod(self.shape) // (self.source if sends else self.target).shards
+
+    @property
+    def bytes_sent(self) -> int:
+        """By all sources together, each copy counted."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype] * self.target.copies
+
+
+@dataclass(frozen=True, slots=True)
+class Stack(Step):
+    """One reshard of like parameters, or of a part of one.
+
+    Shape `(parameters, ...)`, the dimensions of a parameter taken together where neither side cuts one. Dimensions
+    before the first cut are taken together with the parameters.
+    """
+
+    routes: tuple[int, ...]
+    """In the plan's routes, in the stack's order."""
+    parameter: tuple[int, ...]
+    """The shape of each."""
+    axes: tuple[int, int]
+    """Which of its dimensions sources and targets cut."""
+    part: int = 0
+    parts: int = 1
+    """Only every `parts`-th part of each run of rows that goes from one source to one target, where that is not 1:
+    both sides cut the same dimension then."""
+
+    def boxes(self, sends: bool, index: int) -> list[Box]:
+        """What the rank at `index` of a side holds of each parameter in this step, in order."""
+        side, axis = (self.source if sends else self.target), self.axes[0 if sends else 1]
+        extent, shard = self.parameter[axis], side.shard_of(index)
+        runs = math.lcm(self.source.shards, self.target.shards) if self.parts > 1 else side.shards
+        each, mine = extent // runs, runs // side.shards
+        rows = each // self.parts
+        found: list[Box] = []
+        for run in range(shard * mine, (shard + 1) * mine):
+            start = [0] * len(self.parameter)
+            start[axis] = run * each + self.part * rows
+            found.append(Box(tuple(start), (*self.parameter[:axis], rows, *self.parameter[axis + 1 :])))
+        return found
+
+    def peers(self, sends: bool, index: int) -> tuple[int, ...]:
+        """The ranks at the other end of what the rank at `index` of a side holds, ascending."""
+        side, other = (self.source, self.target) if sends else (self.target, self.source)
+        held = side.local_box(self.shape, index)
+        return tuple(
+            rank
+            for i, rank in enumerate(other.ranks)
+            if held.intersect(other.local_box(self.shape, i)) is not None
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks(Step):
+    """One reshard of a tensor of blocks.
+
+    Shape `(blocks, block)`, both sides cutting dimension 0: stepped. Shape `(senders, units, block)`, the
+    source cutting dimension 0 and the target dimension 1: crossed.
+    """
+
     width: int
     first_unit: int
     starts: tuple[int, ...]
@@ -132,8 +195,3 @@ class Step:
         unit = self.flow(block).unit - self.first_unit
         target = self.target
         return tuple(r for i, r in enumerate(target.ranks) if target.shard_of(i) == unit)
-
-    @property
-    def bytes_sent(self) -> int:
-        """By all sources together, each copy counted."""
-        return len(self.starts) * self.block * DTYPE_BYTES[self.dtype] * self.target.copies

@@ -21,9 +21,12 @@ class Envelope:
     max_local_bytes: int = 256 << 20
     """Of a rank's share of one step. The library takes up to 2 GiB; the staging memory, twice this on each
     rank, and the time until the first step has arrived grow with it."""
+    stack_bytes: int = 0
+    """From so many bytes of a rank's share on, like parameters are reshards of their own, one stack or more. 0: never,
+    for transports that send straight between views."""
 
 
-M2N = Envelope()
+M2N = Envelope(stack_bytes=16 << 20)
 """nccl-extensions 0.1.0."""
 
 

@@ -11,6 +11,7 @@ request that does not fit the state; 422 a malformed request. All carry a `Refus
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated, Literal
 
@@ -88,11 +89,42 @@ class PlanSummary(Message):
     fallback: int
     unused: int = 0
     """Of what the trainer has, beside `parameters`: what no server makes use of."""
+    draft: int = 0
+    """Of `parameters`: what only draft models need."""
+    rounded: int = 0
+    """Of `parameters`: those that lose bits on their way which the trainer means to keep."""
     bytes_total: int
     """Bytes that all ranks together receive in a round."""
     steps: int
     reasons: Annotated[tuple[str, ...], Field(max_length=8)] = ()
     """The first reasons for parameters that are not direct."""
+    first_rounded: Annotated[tuple[str, ...], Field(max_length=8)] = ()
+    """Which ones, each with both dtypes."""
+
+    @property
+    def rounding(self) -> str:
+        """What to tell of them; nothing if there are none."""
+        return rounding(self.rounded, self.first_rounded)
+
+
+ROUNDED_SHOWN = 4
+"""Parameters that are named; the rest is counted."""
+
+
+def rounded_words(name: str, have: str, wire: str) -> str:
+    return f"{name} ({have} to {wire})"
+
+
+def rounding(count: int, first: Sequence[str]) -> str:
+    """Of parameters that lose bits on their way: how many, which, and why that is told."""
+    if not count:
+        return ""
+    shown = tuple(first[:ROUNDED_SHOWN])
+    more = f" and {count - len(shown)} more" if count > len(shown) else ""
+    return (
+        f"{count} rounded on the way, with fewer bits in the servers than the trainer computes with: "
+        f"{', '.join(shown)}{more}"
+    )
 
 
 class EpochState(Message):

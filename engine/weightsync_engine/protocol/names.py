@@ -1,6 +1,6 @@
 """Every label, route, header, port and environment variable that operator, agents and users share."""
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Raised by every change that an older operator or agent would misread. Unlike versions never talk."""
 
 GROUP = "weightsync.dev"
@@ -59,9 +59,13 @@ IN_PLACE = "InPlace"
 """Into the live weights themselves: no second copy, nothing is generated during the transfer, and one that fails takes
 the server out of service until a later one succeeds."""
 ENV_DRAFT_MODEL = "WEIGHTSYNC_DRAFT_MODEL"
-"""vLLM pod: what is to become of a draft model for speculative decoding; default: the server is refused."""
+"""Optional, vLLM pod: what is to become of a draft model for speculative decoding; default: UPDATE."""
+UPDATE = "update"
+"""It gets new weights with each version: the trainer must send all that it does not share with the target."""
 FROZEN = "frozen"
 """It keeps the weights that it was loaded with. Answers stay right, as vLLM verifies every token that it proposes."""
+DRAFT_PREFIX = "draft."
+"""Of the names of what a draft model has that is not from the target's own checkpoint."""
 
 DEFAULT_OPERATOR = "weightsync-system:weightsync-operator"
 

@@ -196,7 +196,7 @@ class ModelLoader:
     @contextlib.contextmanager
     def _vllm(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_alone())
+            stack.enter_context(alone())
             if self._config is not None:
                 from vllm.config import set_current_vllm_config
 
@@ -275,6 +275,16 @@ def _put_back(had: _Registered) -> None:
         module._buffers.update(buffers)
 
 
+@contextlib.contextmanager
+def kept_as_is(model: nn.Module) -> Iterator[None]:
+    """Puts back which tensors and attributes the modules of a model have, whatever is done to them meanwhile."""
+    had = _registered(model.modules())
+    try:
+        yield
+    finally:
+        _put_back(had)
+
+
 _HOST = ("_k_scale_cpu", "_v_scale_cpu")
 """What attention layers keep for the host beside the scales of their KV cache, made anew each time: no kernel reads
 that memory later."""
@@ -327,7 +337,7 @@ _COLLECTIVES = (
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
+def alone() -> Iterator[None]:
     """While a loader runs, nothing may wait for the server's other workers: one of them may have failed before it got
     there, and the rest would wait for ever. (Online quantisation agrees on scales where it cuts a layer.)"""
     import torch.distributed as dist

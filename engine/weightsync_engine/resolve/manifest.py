@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from ..layout.boxes import Box
-from ..layout.tensors import Expected, Piece, WorkerManifest, region_at
+from ..layout.tensors import Expected, Piece, SlabTensor, WorkerManifest, region_at
 from ..mover.slab import plan_slab
 from .checkpoint import Checkpoint
 from .fallback import fall_back, give_up
 from .loader import ModelLoader
 from .modules import dtype_name, name_rules, parts_of_others, read_model
-from .names import CheckpointNames
-from .placement import LiveTensor, Placed, Placement, place
+from .names import CheckpointNames, NameRules
+from .placement import LiveTensor, Placed, Placement, Whole, place
 from .shards import Rerun
 
 log = logging.getLogger(__name__)
@@ -32,14 +32,26 @@ UNTOLD = "it has no loader, and the checkpoint's values do not tell which part o
 
 
 @dataclass(frozen=True)
+class Double:
+    """Live memory that gets what the slab holds for other live memory: it is received once and copied twice."""
+
+    name: str
+    live: torch.Tensor
+    tensor: str
+    """The slab tensor."""
+    region: Box
+    """Of it; may have more (leading) dimensions than `live`, of extent 1."""
+
+
+@dataclass(frozen=True)
 class Resolved:
     """What a worker needs to know of its model."""
 
     manifest: WorkerManifest
-    """Its slab tensors are laid out as the live tensors, under vLLM's names."""
+    """Its slab tensors are laid out as the live tensors, under vLLM's names; fused ones as the parameters in them."""
     slab_bytes: int
     views: dict[str, torch.Tensor]
-    """Slab tensor -> the live tensor that it becomes at the flip: same shape and dtype."""
+    """Slab tensor -> the live memory that it becomes at the flip, a tensor or rows of one: same shape and dtype."""
     not_compared: str
     """Why the live values were not compared with a checkpoint; empty: they were."""
     shared: frozenset[str] = frozenset()
@@ -52,10 +64,12 @@ class Resolved:
     """What vLLM's own loader fills; `manifest.fallback` has the reasons."""
     other_bytes: int = 0
     """What is neither; `manifest.unresolved` has the reasons."""
-    loader: ModelLoader | None = None
-    """Fills the rest of the live model from the slab tensors of `wholes`."""
-    wholes: dict[str, str] = field(default_factory=dict)
-    """Checkpoint name -> slab tensor that holds the whole of it for the loader."""
+    loaders: tuple[tuple[ModelLoader, dict[str, str]], ...] = ()
+    """What fills the rest, and for each of its names the slab tensor that holds the whole of it."""
+    doubles: tuple[Double, ...] = ()
+    """What is in the slab for one live tensor and fills another one too."""
+    memory: dict[Hashable, tuple[str, ...]] = field(default_factory=dict)
+    """Storage of each live tensor -> the checkpoint parameters that are known to be in it."""
 
     def copies(self, slab: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """What the flip copies: (name, live memory, the same region of `slab`'s tensor)."""
@@ -70,6 +84,10 @@ class Resolved:
                     region_of(self.views[piece.tensor], region),
                     region_of(slab[piece.tensor], region),
                 )
+        for double in self.doubles:
+            region = double.region
+            held = region_of(slab[double.tensor], region)
+            yield double.name, double.live, held[(0,) * (held.ndim - double.live.ndim)]
 
 
 def resolve(
@@ -81,6 +99,9 @@ def resolve(
     planned: bool = False,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
     config: Any = None,
+    rules: NameRules | None = None,
+    beside: Container[Hashable] = (),
+    whole: bool = False,
 ) -> Resolved:
     """Resolve a loaded model.
 
@@ -95,32 +116,33 @@ def resolve(
         planned: the model has shapes only; nothing can be compared, and of the checkpoint only the shapes count.
         shapes: of the checkpoint's parameters by name, where they are known without one.
         config: vLLM's `VllmConfig`; without it nothing can go through vLLM's layerwise reload.
+        rules: the model's rules for names; default: those that it declares.
+        beside: storages of live tensors that are another model's: left out, whoever reads them.
+        whole: every slab tensor is laid out as a whole live tensor, so that it can take its place.
     """
-    described = list(read_model(model, planned))
+    described = [
+        (tensor, data) for tensor, data in read_model(model, planned) if tensor.storage not in beside
+    ]
     live = [tensor for tensor, _ in described]
     if refuse:
         live = [dataclasses.replace(tensor, problem=refuse, rerun=None) for tensor in live]
     memory = {tensor.name: data for tensor, data in described}
     if checkpoint is not None:
         shapes = checkpoint.shapes
-    names = CheckpointNames(name_rules(model), shapes)
+    names = CheckpointNames(rules or name_rules(model), shapes)
     placement = place(live, names, shapes)
     if not planned:
         placement = compared(placement, memory, checkpoint, why_none)
     placement, loader = _with_loader(placement, live, names, shapes, model, checkpoint, config, planned)
 
-    pieces = tuple(Piece(p.name, p.box, p.live, p.at) for p in placement.placed)
-    views = {piece.tensor: memory[piece.tensor].detach() for piece in pieces}
+    pieces, views = laid_out(placement, memory, whole)
     wholes = {name: f"{name} (whole)" for name in sorted(placement.fallback)}
-    whole = {name: placement.expected[name] for name in wholes}
+    sent = {name: placement.expected[name] for name in wholes}
     pieces += tuple(
-        Piece(name, Box.whole(whole[name].shape), tensor, (0,) * len(whole[name].shape))
-        for name, tensor in wholes.items()
+        Piece(name, Box.whole(sent[name].shape), wholes[name], (0,) * len(sent[name].shape))
+        for name in wholes
     )
-    tensors, size = plan_slab(
-        [(name, tuple(v.shape), dtype_name(v.dtype)) for name, v in views.items()]
-        + [(tensor, whole[name].shape, whole[name].dtype) for name, tensor in wholes.items()]
-    )
+    tensors, size = slab_of(views, {wholes[name]: one for name, one in sent.items()})
     manifest = WorkerManifest(
         expected={name: Expected(whole.shape, whole.dtype) for name, whole in placement.expected.items()},
         pieces=pieces,
@@ -131,26 +153,86 @@ def resolve(
         unused=_unused(model, names, shapes, placement),
     )
     shared = frozenset(views) & placement.shared
+    memory_of: dict[Hashable, tuple[str, ...]] = {}
+    for tensor in live:
+        inside = (*memory_of.get(tensor.storage, ()), *placement.holds.get(tensor.name, ()))
+        memory_of[tensor.storage] = tuple(dict.fromkeys(inside))
     direct, other, loaded = 0, 0, 0
     by_loader = {name for group in (loader.groups if loader else ()) for name in group.live}
     sizes: dict[str | None, int] = {}
-    for piece in pieces:
-        sizes[piece.tensor] = sizes.get(piece.tensor, 0) + piece.box.size
-    held = {tensor.storage: tensor.name for tensor in live if tensor.name in views}
-    for storage, tensor in {tensor.storage: tensor for tensor in live}.items():
+    for placed in placement.placed:
+        sizes[placed.live] = sizes.get(placed.live, 0) + placed.box.size
+    held = {tensor.storage: tensor.name for tensor in live if tensor.name in sizes}
+    for storage, one in {tensor.storage: tensor for tensor in live}.items():
         name = held.get(storage)
-        data = memory[name or tensor.name]
-        if tensor.name in by_loader:
+        data = memory[name or one.name]
+        if one.name in by_loader:
             loaded += data.numel() * data.element_size()
             continue
         planned_here = sizes.get(name, 0) * data.element_size()
         direct += planned_here
-        if name in shared or (name is None and not tensor.optional):
+        if name in shared or (name is None and not one.optional):
             other += data.numel() * data.element_size() - planned_here
     return Resolved(
         manifest, size, views, "" if checkpoint is not None else why_none, shared,
-        direct, loaded, other, loader, wholes,
+        direct, loaded, other, ((loader, wholes),) if loader else (), memory=memory_of,
     )  # fmt: skip
+
+
+_MOST_PARTS = 8
+"""Of a fused tensor that the slab holds by parameters: the flip pays for every copy."""
+
+
+def laid_out(
+    placement: Placement, memory: Mapping[str, torch.Tensor], whole: bool = False
+) -> tuple[tuple[Piece, ...], dict[str, torch.Tensor]]:
+    """The pieces by slab tensor, and for each slab tensor its live memory.
+
+    A fused tensor is one slab tensor for each parameter in it, so that in the slab one parameter of all layers is one
+    run of memory. One that is not made of a few parameters' rows alone is a slab tensor as it is; with `whole` all are.
+    """
+    inside: dict[str, list[Placed]] = {}
+    for placed in placement.placed:
+        inside.setdefault(placed.live, []).append(placed)
+    apart = {
+        name
+        for name, parts in inside.items()
+        if not whole and name not in placement.shared and _by_rows(parts, tuple(memory[name].shape))
+    }
+    pieces: list[Piece] = []
+    views: dict[str, torch.Tensor] = {}
+    for placed in placement.placed:
+        live = memory[placed.live].detach()
+        if placed.live in apart:
+            tensor = f"{placed.name} in {placed.live}"
+            views[tensor] = region_of(live, Box(placed.at, placed.box.shape))
+            pieces.append(Piece(placed.name, placed.box, tensor, (0,) * len(placed.at)))
+        else:
+            views[placed.live] = live
+            pieces.append(Piece(placed.name, placed.box, placed.live, placed.at))
+    return tuple(pieces), views
+
+
+def _by_rows(parts: list[Placed], shape: tuple[int, ...]) -> bool:
+    """Whether the parts are of several parameters, each whole rows, and leave no row out."""
+    if len(shape) < 2 or not 1 < len(parts) <= _MOST_PARTS or len({p.name for p in parts}) < len(parts):
+        return False
+    row = 0
+    for part in sorted(parts, key=lambda p: p.at):
+        if part.at != (row, *(0,) * (len(shape) - 1)) or part.box.shape[1:] != shape[1:]:
+            return False
+        row += part.box.shape[0]
+    return row == shape[0]
+
+
+def slab_of(
+    views: Mapping[str, torch.Tensor], wholes: Mapping[str, Whole | Expected]
+) -> tuple[dict[str, SlabTensor], int]:
+    """Room for all of them, and its bytes."""
+    return plan_slab(
+        [(name, tuple(v.shape), dtype_name(v.dtype)) for name, v in views.items()]
+        + [(name, whole.shape, whole.dtype) for name, whole in wholes.items()]
+    )
 
 
 def _with_loader(

@@ -154,6 +154,8 @@ class OfflineWorker:
     """vLLM's `VllmConfig`."""
     rank: int
     parallel: Parallel
+    draft: nn.Module | None = None
+    """The draft model, where the server decodes speculatively with one and this worker has it."""
 
     @contextlib.contextmanager
     def within(self) -> Iterator[None]:
@@ -180,7 +182,7 @@ def build_worker(
         weights: load the folder's safetensors through vLLM's own loader, on the CPU. Otherwise all tensors are
             on the `meta` device: shapes without values.
         dtype: as vLLM's `--dtype`.
-        engine_arguments: more of vLLM's `EngineArgs`.
+        engine_arguments: more of vLLM's `EngineArgs`; with `speculative_config` its draft model is built too.
     Raises:
         OfflineError: names the model, the rank and what vLLM said.
     """
@@ -206,7 +208,8 @@ def build_worker(
             config = _config(folder, parallel, rank, dtype, engine_arguments)
             if not weights:
                 stack.enter_context(_shapes_only())
-            return OfflineWorker(_model(config, weights), config, rank, parallel)
+            built = _model(config, weights)
+            return OfflineWorker(built, config, rank, parallel, _draft_model(config, built, weights))
         except OfflineError:
             raise
         except Exception as e:
@@ -272,19 +275,66 @@ def _config(folder: Path, parallel: Parallel, rank: int, dtype: str, more: Mappi
 def _model(config: Any, weights: bool) -> nn.Module:
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model_loader
-    from vllm.model_executor.model_loader.utils import initialize_model
-    from vllm.utils.torch_utils import set_default_torch_dtype
 
-    if weights:
-        loader = get_model_loader(config.load_config)
-        with set_current_vllm_config(config):
-            loaded = loader.load_model(vllm_config=config, model_config=config.model_config)
-            assert isinstance(loaded, nn.Module)
-            return loaded
-    with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
-        model = initialize_model(vllm_config=config, model_config=config.model_config)
-    assert isinstance(model, nn.Module)
-    return model.eval()
+    loader = get_model_loader(config.load_config) if weights else _Unloaded()
+    with set_current_vllm_config(config):
+        loaded = loader.load_model(vllm_config=config, model_config=config.model_config)
+    assert isinstance(loaded, nn.Module)
+    return loaded
+
+
+class _Unloaded:
+    """In place of vLLM's loader: a model of shapes only."""
+
+    def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
+        from vllm.model_executor.model_loader.utils import initialize_model
+        from vllm.utils.torch_utils import set_default_torch_dtype
+
+        with set_default_torch_dtype(model_config.dtype), torch.device("meta"):
+            model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+        assert isinstance(model, nn.Module)
+        return model.eval()
+
+
+def _draft_model(config: Any, target: nn.Module, weights: bool) -> nn.Module | None:
+    """What vLLM's own proposer loads, and what of it it replaces by parts of the target."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import get_pp_group
+    from vllm.model_executor import model_loader
+
+    proposer = _proposer(config) if get_pp_group().is_last_rank else None
+    if proposer is None:
+        return None
+    with contextlib.ExitStack() as stack:
+        if not weights:
+            stack.enter_context(mock.patch.object(model_loader, "get_model_loader", lambda _: _Unloaded()))
+        stack.enter_context(set_current_vllm_config(config))
+        proposer = proposer(config, torch.device("cpu"))
+        proposer.load_model(target)
+    loaded = proposer.model
+    assert isinstance(loaded, nn.Module)
+    return loaded
+
+
+def _proposer(config: Any) -> Any:
+    """The class with which vLLM's model runner proposes tokens; None: it has no model."""
+    speculative = config.speculative_config
+    if speculative is None or speculative.method in ("ngram", "ngram_gpu", "suffix"):
+        return None
+    if speculative.uses_draft_model():
+        from vllm.v1.spec_decode.draft_model import DraftModelProposer
+
+        return DraftModelProposer
+    if speculative.method == "medusa":
+        from vllm.v1.spec_decode.medusa import MedusaProposer
+
+        return MedusaProposer
+    special = ("use_gemma4_mtp", "use_step3p5_mtp", "use_dflash", "use_dspark")
+    if speculative.use_eagle() and not any(getattr(speculative, which)() for which in special):
+        from vllm.v1.spec_decode.eagle import EagleProposer
+
+        return EagleProposer
+    raise OfflineError(f"the draft model of method {speculative.method!r} cannot be built offline")
 
 
 @contextlib.contextmanager

@@ -27,10 +27,11 @@ from torch.distributed.tensor import DTensor
 
 from ..agent.config import AgentConfig
 from ..agent.supervisor import AgentSupervisor
-from ..layout.tensors import TrainerManifest
+from ..layout.tensors import SourceParameter, TrainerManifest
 from ..mover.memory import Needs, check_memory, staging_bytes
 from ..mover.slab import Slab, plan_slab
 from ..mover.supervisor import MoverSupervisor
+from ..protocol.messages import rounded_words, rounding
 from ..protocol.mover import MoverOutcome
 from ..protocol.names import DEFAULT_TRAINER_PORT, ENV_POD_UID, ENV_PORT
 from ..transport.copies import Copies
@@ -57,6 +58,13 @@ WHAT_TO_DO = (
 OnBusy = Literal["skip", "wait"]
 
 
+def warn_of_rounding(sources: Iterable[SourceParameter]) -> None:
+    """What the object's condition says too, where the one who can change it looks first."""
+    wide = sorted(rounded_words(s.name, s.rounded_from, s.dtype) for s in sources if s.rounded_from)
+    if wide:
+        log.warning("%s; `dtype` says in what they travel", rounding(len(wide), wide))
+
+
 class Publisher:
     """Publishes a model's weights; made on every trainer rank, after torch.distributed is up.
 
@@ -70,7 +78,8 @@ class Publisher:
     checkpoint name, None (not sent), or a list of (checkpoint name, at, shape): regions of the whole tensor,
     `shape` without the leading dimensions that the checkpoint parameter lacks.
     `dtype`: wire dtype of all floating point tensors, or by checkpoint or trainer's name; default: what FSDP
-    computes with, else as trained.
+    computes with, else as trained. It must be the one in which the servers hold them. A cast that loses what the
+    trainer means to keep (`trainer/precision.py` says which) is logged, and shown by the object.
     `timeout`: seconds that any rank waits for the others, or for the agent, at most.
     `port`: where the pod's agent listens; default: WEIGHTSYNC_PORT, else 7077.
     `device`: where the snapshot is held; default: where the weights are. It decides by what they travel.
@@ -215,6 +224,8 @@ class Publisher:
         self.agree("Publisher(...)", error, {}, patience=2.0)
         if self._sources.aliases:
             log.info("tied weights are sent once: %s", self._sources.aliases)
+        if self._peers.rank == 0:
+            warn_of_rounding(sources)
 
     def _wait_mover(self) -> str:
         """Why the mover is not up, or nothing."""

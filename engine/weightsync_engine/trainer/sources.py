@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -45,6 +46,7 @@ from .naming import (
     plain_name,
     without_adapter,
 )
+from .precision import Cast, declared_wide, rounded
 
 WireDtype = torch.dtype | Mapping[str, torch.dtype] | Callable[[str, torch.Tensor], torch.dtype | None] | None
 """One dtype for all floating point tensors; or by checkpoint name or trainer's name; or a function of checkpoint
@@ -62,6 +64,10 @@ class Held:
     wire: torch.dtype
     parameter: bool
     """Not a buffer."""
+    computed: torch.dtype
+    """In which the trainer computes with it."""
+    kept: bool
+    """It is in that dtype on purpose: a buffer, or declared so by the model."""
     parts: tuple[Part, ...] | None = None
     """The checkpoint parameters in it; None: it is one, called `name`."""
     packed: tuple[int, int, int] | None = None
@@ -103,6 +109,8 @@ class Held:
             "mesh": mesh,
             "placements": placements,
             "parameter": self.parameter,
+            "computed": _dtype_name(self.computed),
+            "kept": self.kept,
             "parts": None
             if self.parts is None
             else [[p.name, list(p.at), list(p.shape)] for p in self.parts],
@@ -170,6 +178,7 @@ class Sources:
             )
         self._names = names
         self._dtype = dtype
+        self._wide = declared_wide(self._module)
         self._shapes: list[tuple[str, tuple[int, ...]]] = []
         self._decided: dict[str, str | tuple[Part, ...] | None] = {}
         self._rules: dict[str, Rule] | None = None
@@ -219,7 +228,10 @@ class Sources:
             if key in found:
                 raise PublishError(f"two different tensors are named {key!r}: check `names`")
             wire = self._wire(trainer_name, names, tensor, wires.get(id(tensor)))
-            held = _checked(Held(key, tensor, wire, parameter, None if isinstance(rule, str) else rule))
+            computed = wires.get(id(tensor), tensor.dtype)
+            kept = not parameter or self._wide(trainer_name)
+            parts = None if isinstance(rule, str) else rule
+            held = _checked(Held(key, tensor, wire, parameter, computed, kept, parts))
             found.update((h.name, h) for h in _unpacked(held))
             owner[identity] = (trainer_name, rule)
         self.aliases = aliases
@@ -416,7 +428,7 @@ def _unpacked(held: Held) -> list[Held]:
         moved = tuple(a - i * size if d == dim else a for d, a in enumerate(part.at))
         inside[i].append(Part(part.name, moved, part.shape))
     return [
-        Held(f"{held.name}#{i}", held.tensor, held.wire, held.parameter, tuple(parts), (dim, i, n))
+        replace(held, name=f"{held.name}#{i}", parts=tuple(parts), packed=(dim, i, n))
         for i, parts in enumerate(inside)
         if parts
     ]
@@ -552,6 +564,10 @@ def merge(said: Sequence[Sequence[dict[str, Any]]]) -> tuple[SourceParameter, ..
                 )
     if not layout:
         raise PublishError("there are no parameters to publish")
+    wide = rounded(
+        Cast(name, math.prod(e["shape"]), e["computed"], e["dtype"], e["kept"])
+        for name, (_, e) in layout.items()
+    )
     meshes: dict[Any, Mesh] = {}
     right: set[tuple[Mesh, tuple[Placement, ...], int]] = set()
     sources: list[SourceParameter] = []
@@ -567,7 +583,11 @@ def merge(said: Sequence[Sequence[dict[str, Any]]]) -> tuple[SourceParameter, ..
                     f"{name!r} on rank {layout[name][0]}: check `names`"
                 )
             within = None if at is None else Within(name, shape, tuple(at))
-            sources.append(SourceParameter(part, tuple(extent), entry["dtype"], mesh, placements, within))
+            sources.append(
+                SourceParameter(
+                    part, tuple(extent), entry["dtype"], mesh, placements, within, wide.get(name, "")
+                )
+            )
         if (mesh, placements, len(shape)) not in right:
             _check_layout(name, sources[-1])
             right.add((mesh, placements, len(shape)))

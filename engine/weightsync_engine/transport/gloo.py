@@ -70,7 +70,7 @@ class GlooTransport(Transport):
             elif alone is not None:
                 data = alone
             else:
-                data = torch.empty(step.step.block, dtype=regions[0].dtype)
+                data = torch.empty(sum(r.numel() for r in regions), dtype=regions[0].dtype)
                 begun.arriving.append((regions, data))
             for peer in block.peers:
                 begun.pending += self._post(data.view(torch.uint8), peer, step.sends)

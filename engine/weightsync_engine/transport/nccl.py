@@ -18,7 +18,7 @@ import torch
 from ..layout.tensors import DTYPE_BYTES
 from ..plan.plan import LocalStep
 from ..plan.steps import Side, Step
-from ..plan.validate import Envelope
+from ..plan.validate import M2N, Envelope
 from .base import Failure, LocalTensor, PeerFailure, Transport
 from .copies import copy_all
 from .store import EpochStore
@@ -202,7 +202,7 @@ class M2NTransport(_Nccl):
     """Each step is one `nccl.m2n` reshard between contiguous buffers. A share that is one run of the slab travels from
     or to where it lies; any other is packed into, or unpacked from, staging memory beside the transfers."""
 
-    envelope = Envelope(max_local_bytes=256 << 20)
+    envelope = M2N
     collective = True
 
     def __init__(self, store: EpochStore, rank: int, world: int, host: str, deadline: float) -> None:

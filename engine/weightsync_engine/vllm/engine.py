@@ -9,6 +9,7 @@ more than one worker: vLLM would pair the answers of later calls wrongly for eve
 from __future__ import annotations
 
 import atexit
+import inspect
 import itertools
 import logging
 import os
@@ -37,8 +38,9 @@ from ..mover.slab import Slab, SlabError
 from ..mover.supervisor import UP_SECONDS, MoverSupervisor
 from ..protocol.messages import Problem, Rendezvous
 from ..protocol.mover import MoverJoin, MoverTransfer
-from ..protocol.names import ENV_COMMIT, ENV_DRAFT_MODEL, FROZEN, IN_PLACE, STAGED
-from ..resolve.checkpoint import NoCheckpoint, open_checkpoint
+from ..protocol.names import ENV_COMMIT, ENV_DRAFT_MODEL, FROZEN, IN_PLACE, STAGED, UPDATE
+from ..resolve.checkpoint import Checkpoint, NoCheckpoint, open_checkpoint
+from ..resolve.draft import Draft, draft_of, with_draft
 from ..resolve.manifest import Resolved, resolve
 from . import inplace
 from .inplace import InPlace, NotInPlace
@@ -189,7 +191,11 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
                 why = str(e)
                 log.warning("live weights are not compared with a checkpoint: %s", why)
         try:
-            self.resolved = resolve(self.model, checkpoint, why, refuse, config=self.vllm_config)
+            self.resolved = resolve(
+                self.model, checkpoint, why, refuse, config=self.vllm_config, whole=self.in_place
+            )
+            if not refuse and (draft := self._draft()) is not None:
+                self.resolved = self._with_draft(self.resolved, draft, checkpoint, why)
         finally:
             if checkpoint is not None:
                 checkpoint.close()
@@ -241,9 +247,10 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
                 self.problem = Problem(reason="MoverNotUp", message=why[:1024])
                 log.error("%s", why)
         log.info(
-            "weightsync worker %d: %d parameters (%d by vLLM's loader), %s of %d bytes",
+            "weightsync worker %d: %d parameters (%d for the draft model, %d by vLLM's loader), %s of %d bytes",
             self.rank,
             len(self.resolved.manifest.expected),
+            len(self.resolved.manifest.draft),
             len(self.resolved.manifest.fallback),
             "live weights" if self.in_place else "shadow",
             self.resolved.slab_bytes,
@@ -273,6 +280,36 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
         if slab.gpu is not None:
             slab.gpu.drop_cached()  # of which vLLM's KV cache is to have the most
         return slab, live
+
+    def _draft(self) -> Draft | None:
+        """The draft model that is to be updated."""
+        speculative = self.vllm_config.speculative_config
+        if speculative is None or os.environ.get(ENV_DRAFT_MODEL) == FROZEN:
+            return None
+        worker = building_worker()
+        if worker is None:
+            raise RuntimeError(
+                "the worker that this engine is built in cannot be found, and so its draft model is not either; "
+                f"set {ENV_DRAFT_MODEL}={FROZEN} to leave that as it is"
+            )
+        return draft_of(worker.get_draft_model(), self.vllm_config)
+
+    def _with_draft(
+        self, target: Resolved, draft: Draft, checkpoint: Checkpoint | None, why_none: str
+    ) -> Resolved:
+        if not draft.own:
+            return with_draft(target, draft, checkpoint, why_none)
+        from vllm.model_executor.model_loader.utils import get_draft_load_config
+
+        load_format = get_draft_load_config(self.vllm_config).load_format
+        its = draft.config.model_config
+        try:
+            with open_checkpoint(
+                its.model, its.revision, str(getattr(load_format, "value", load_format))
+            ) as own:
+                return with_draft(target, draft, own)
+        except NoCheckpoint as e:
+            return with_draft(target, draft, None, str(e))
 
     # -- what the pod's agent calls, through collective_rpc --------------------------------------------------
 
@@ -467,14 +504,15 @@ def refusal(config: VllmConfig) -> str:
         return "vLLM's Ray executor is not supported: use --distributed-executor-backend mp"
     if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0", "false", "False"):
         return "vLLM's Rust front end bypasses the agent: unset VLLM_USE_RUST_FRONTEND"
+    said = os.environ.get(ENV_DRAFT_MODEL, UPDATE)
+    if said not in (UPDATE, FROZEN):
+        return f"{ENV_DRAFT_MODEL} is {said[:40]!r}: it is {UPDATE} (the default) or {FROZEN}"
     speculative: Any = config.speculative_config
-    if speculative is not None and getattr(speculative, "draft_model_config", None) is not None:
-        said = os.environ.get(ENV_DRAFT_MODEL, "")
-        if said != FROZEN:
-            return (
-                f"the draft model ({speculative.method}) would keep its weights and fewer of its tokens would be "
-                f"accepted with each version: serve without one, or set {ENV_DRAFT_MODEL}={FROZEN} to accept that"
-            )
+    if speculative is not None and speculative.parallel_drafting and said != FROZEN:
+        return (
+            "a draft model that proposes in parallel keeps what it computed from its weights as they were loaded: "
+            f"set {ENV_DRAFT_MODEL}={FROZEN}, or serve without one"
+        )
     uva: Any = getattr(getattr(config, "offload_config", None), "uva", None)
     if uva is not None and uva.cpu_offload_gb:
         return "weights that are offloaded to the CPU are not supported"
@@ -487,6 +525,18 @@ def commit_mode() -> str:
     if mode not in (STAGED, IN_PLACE):
         raise ValueError(f"{ENV_COMMIT} is {mode!r}: set it to {STAGED} or {IN_PLACE}")
     return mode
+
+
+def building_worker() -> Any | None:
+    """The vLLM worker that is loading its model up the stack: the engine is built with the target alone, and the draft
+    model is the worker's to give."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        worker = frame.f_locals.get("self")
+        if callable(getattr(type(worker), "get_draft_model", None)) and hasattr(worker, "model_runner"):
+            return worker
+        frame = frame.f_back
+    return None
 
 
 def memory_limit(config: VllmConfig, device: torch.device) -> int | None:

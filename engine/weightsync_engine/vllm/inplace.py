@@ -44,6 +44,8 @@ def unfit(resolved: Resolved) -> str:
     """Why a resolved model cannot be updated in place; empty: as far as it tells, it can."""
     for name, reason in resolved.manifest.fallback.items():
         return _instead(f"{name} goes through vLLM's own loader, as {reason}")
+    for double in resolved.doubles:
+        return _instead(f"{double.name} gets what is received for {double.tensor}")
     for name in sorted(resolved.shared):
         return _instead(f"{name} also holds what weightsync does not write")
     for name, live in resolved.views.items():

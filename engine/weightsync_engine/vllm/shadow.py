@@ -55,8 +55,10 @@ class Shadow:
         self._live = [live for _, live, _ in copies]
         self._next = [new for _, _, new in copies]
         self._copies = Copies(self._live, self._next)
-        self._loader = resolved.loader
-        self._wholes = {name: held[tensor] for name, tensor in resolved.wholes.items()}
+        self._loaders = [
+            (loader, {name: held[tensor] for name, tensor in wholes.items()})
+            for loader, wholes in resolved.loaders
+        ]
 
     def flip(self, want: Flipped) -> Problem | None:
         """Make the shadow live if it holds exactly what was decided. Repeated calls answer as the first.
@@ -101,19 +103,20 @@ class Shadow:
             want.version,
             self.seconds,
             self.loader_seconds,
-            len(self._wholes),
+            sum(len(wholes) for _, wholes in self._loaders),
         )
         self.live, self.torn = want, False
         return None
 
     def _load(self) -> Problem | None:
         """What cannot be copied, through vLLM's own loader."""
-        if self._loader is None:
+        if not self._loaders:
             return None
         started = time.perf_counter()
         try:
-            # A copy, one at a time: loaders write to what they are given.
-            self._loader.load(lambda name: self._wholes[name].clone())
+            for loader, wholes in self._loaders:
+                # A copy, one at a time: loaders write to what they are given.
+                loader.load(lambda name, wholes=wholes: wholes[name].clone())  # type: ignore[misc]
             self._synchronise()
         except LoaderError as e:
             return Problem(

@@ -143,8 +143,12 @@ def plan_resolved(view: View) -> Verdict:
             f"{_count(summary.parameters, 'parameter')}, {summary.bytes_total / 1e9:.3g} GB, "
             f"{_count(summary.steps, 'step')}; {summary.direct} direct, {summary.fallback} by vLLM's loader"
         )
+        if summary.draft:
+            message += f", {summary.draft} for draft models alone"
         if summary.unused:
             message += f", {summary.unused} not sent: vLLM has no use for them"
+        if summary.rounded:
+            message += f"; {summary.rounding}"
         if summary.reasons:
             message += f" ({'; '.join(summary.reasons)})"
     return _first(

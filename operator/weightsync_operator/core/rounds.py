@@ -1006,6 +1006,8 @@ class _Planner:
             )
             self._fail_epoch(epoch, problem, lead.pod)
             return
+        if summary.rounded:
+            self._event("Warning", names.EVENT_PRECISION_LOST, summary.rounding)
         failure = self.memory.failure
         self.memory = replace(
             self.memory,

@@ -283,6 +283,37 @@ class Raises(Epoch):
         return super()._run_steps(*args)
 
 
+def test_no_rank_begins_a_step_until_the_last_one_has_its_go(world, monkeypatch):
+    # C39
+    last, begun, ready = WORLD - 1, [], threading.Semaphore(0)
+    put, begin = EpochStore.put, GlooTransport.begin
+
+    def told(self, key, value):
+        put(self, key, value)
+        if "/ready" in key:
+            ready.release()
+
+    def begins(self, *args):
+        begun.append(args)
+        return begin(self, *args)
+
+    class Waits(Epoch):
+        def transfer(self, *args):
+            if self.rank == last:
+                assert all(ready.acquire(timeout=10) for _ in range(WORLD - 1))
+                seen.extend(begun)
+            return super().transfer(*args)
+
+    seen = []
+    w = world(kind=Waits)
+    w.join()
+    w.publish("step-1")
+    monkeypatch.setattr(EpochStore, "put", told)
+    monkeypatch.setattr(GlooTransport, "begin", begins)
+    assert set(w.transfer("step-1").values()) == {None}
+    assert seen == [] and begun
+
+
 def test_a_defect_in_one_rank_fails_the_round_on_all_and_names_it(world):
     w = world(kind=Raises)
     w.join()

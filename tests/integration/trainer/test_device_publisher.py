@@ -10,6 +10,7 @@ import torch
 from tests.fake_gpu import FakeDevice, in_place, mover_environment
 from tests.integration.agent.tokens import Cluster
 
+from weightsync_engine.mover.memory import CONTEXT_BYTES
 from weightsync_engine.trainer.handle import PublishError
 from weightsync_engine.trainer.publisher import Publisher
 
@@ -48,7 +49,7 @@ def test_a_gpu_without_room_for_the_snapshot_is_told_in_bytes_when_the_publisher
             Publisher(weights.items(), port=0, device="cuda:0")
         for words in (
             "for the snapshot",
-            "1258291200 bytes",
+            f"{2 * CONTEXT_BYTES} bytes",
             "16777216 bytes",
             "free are 1073741824 bytes",
             "shard",

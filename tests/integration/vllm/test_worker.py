@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from tests.integration.vllm import serving, tiny
 from tests.integration.vllm.fleet import Trainer
 
 from weightsync_engine.layout.boxes import Box
+from weightsync_engine.layout.tensors import DTYPE_BYTES
 from weightsync_engine.resolve.checkpoint import Checkpoint, open_checkpoint
 from weightsync_engine.resolve.manifest import TRANSFORMS, Resolved, region_of, resolve
 
@@ -55,10 +57,12 @@ def checkpoint(first: Path) -> Iterator[Checkpoint]:
         yield opened
 
 
-def receive(llm: Any, checkpoint: Path, version: str, round_: int) -> None:
-    """What a mover does: fill the shadow from a checkpoint by the manifest, and stamp it."""
+def receive(llm: Any, checkpoint: Path, version: str, round_: int, draft: Path | None = None) -> None:
+    """What a mover does: fill the shadow from a checkpoint (and a draft model's) by the manifest, and stamp it."""
     engine = worker(llm).weight_transfer_engine
     manifest, slab, source = engine.resolved.manifest, engine.shadow.slab, tiny.load(checkpoint)
+    if draft is not None:
+        source |= {f"draft.{name}": tensor for name, tensor in tiny.load(draft).items()}
     slab.begin_write()
     for piece in manifest.pieces:
         index = tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))
@@ -140,13 +144,23 @@ def test_every_live_element_has_exactly_one_place(llm: Any, model: torch.nn.Modu
     parameters = dict(model.named_parameters(remove_duplicate=False))
     written = {id(p): torch.zeros(p.shape, dtype=torch.int64) for p in parameters.values()}
     for piece in manifest.pieces:
-        assert resolved.views[piece.tensor].data_ptr() == parameters[piece.tensor].data_ptr()
-        region_of(written[id(parameters[piece.tensor])], piece.region).add_(1)
+        view, live = resolved.views[piece.tensor], parameters[piece.tensor.rpartition(" in ")[2]]
+        assert view.untyped_storage().data_ptr() == live.untyped_storage().data_ptr()
+        at = view.storage_offset() - live.storage_offset()
+        region_of(written[id(live)].as_strided(view.shape, view.stride(), at), piece.region).add_(1)
     for name, parameter in model.named_parameters():
         count = written[id(parameter)]
         rows = tiny.VOCABULARY if "embed" in name else count.shape[0]
         assert (count[:rows] == 1).all(), name
         assert (count[rows:] == 0).all(), f"padding of {name} is written"
+
+
+def test_a_parameter_of_all_layers_is_one_run_of_the_shadow(llm: Any) -> None:
+    manifest = worker(llm).weight_transfer_engine.resolved.manifest
+    for kind in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"):
+        places = {p.name: manifest.tensors[p.tensor] for p in manifest.pieces}
+        first, second = (places[f"model.layers.{layer}.{kind}.weight"] for layer in (0, 1))
+        assert second.offset - first.offset == math.prod(first.shape) * DTYPE_BYTES[first.dtype], kind
 
 
 def test_a_tied_head_is_one_destination_with_two_names(llm: Any) -> None:
@@ -408,20 +422,18 @@ def test_set_ups_that_cannot_be_updated_are_refused_with_the_reason(
     assert "VLLM_USE_RUST_FRONTEND" in refusal(config)
 
 
-def test_a_draft_model_that_would_keep_its_weights_has_to_be_asked_for(
+def test_what_a_draft_model_is_to_become_is_update_or_frozen_and_what_cannot_be_updated_is_said(
     llm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # C27
     from weightsync_engine.vllm.engine import refusal
 
     config = worker(llm).vllm_config
-    eagle = SimpleNamespace(method="eagle", draft_model_config=object())
-    assert "the draft model (eagle) would keep its weights" in refusal(
-        Changed(config, speculative_config=eagle)
-    )
+    eagle = Changed(config, speculative_config=SimpleNamespace(parallel_drafting=False))
+    parallel = Changed(config, speculative_config=SimpleNamespace(parallel_drafting=True))
+    assert refusal(eagle) == ""
+    assert "WEIGHTSYNC_DRAFT_MODEL=frozen" in refusal(parallel)
     monkeypatch.setenv("WEIGHTSYNC_DRAFT_MODEL", "frozen")
-    assert refusal(Changed(config, speculative_config=eagle)) == ""
-    monkeypatch.setenv("WEIGHTSYNC_DRAFT_MODEL", "update")
-    assert "WEIGHTSYNC_DRAFT_MODEL=frozen" in refusal(Changed(config, speculative_config=eagle))
-    ngram = SimpleNamespace(method="ngram", draft_model_config=None)
-    assert refusal(Changed(config, speculative_config=ngram)) == ""
+    assert refusal(eagle) == refusal(parallel) == ""
+    monkeypatch.setenv("WEIGHTSYNC_DRAFT_MODEL", "none")
+    assert "WEIGHTSYNC_DRAFT_MODEL is 'none': it is update (the default) or frozen" in refusal(eagle)

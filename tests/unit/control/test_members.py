@@ -20,6 +20,7 @@ def remarks(*pods: Pod, now: float = 1000.0) -> dict[str, str]:
 
 
 def test_only_running_pods_whose_agent_answers_are_members() -> None:
+    # C13
     def broken(name: str, **fields: Any) -> Pod:
         return pod_with(inference_state(name), **fields)
 

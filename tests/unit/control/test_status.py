@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import json
 
+import pytest
+from tests.unit.control import builders
 from tests.unit.control.builders import WALL, Sim
 
 from weightsync_engine.protocol.messages import PlanSummary, Problem
@@ -184,6 +186,32 @@ def test_the_object_stays_small_with_many_pods_and_long_reasons() -> None:
     assert len(json.dumps(made.model_dump(mode="json", by_alias=True))) < 100 * 1024
     # The facts carry every identity; that grows with the pods, never with the model.
     assert len(sim.facts.model_dump_json(by_alias=True)) < 400 * 400
+
+
+def test_a_cast_that_loses_bits_is_in_the_plan_and_one_event_and_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # C16
+    first = tuple(f"model.layers.{i}.gate.bias (float32 to bfloat16)" for i in range(4))
+    told = (
+        "58 rounded on the way, with fewer bits in the servers than the trainer computes with: "
+        f"{', '.join(first)} and 54 more"
+    )
+    summary = builders.PLAN.model_copy(update={"rounded": 58, "first_rounded": first, "draft": 2})
+    monkeypatch.setattr(builders, "PLAN", summary)
+    sim = Sim()
+    sim.publish("step-1", 1)
+    sim.run(lambda: sim.in_sync("step-1"))
+    made = shown(sim)
+    (resolved,) = [item for item in made.conditions if item.type == "PlanResolved"]
+    assert resolved.status == "True" and told in resolved.message
+    assert "2 for draft models alone" in resolved.message
+    assert verdicts(made)["Ready"][0] == "True"
+    sim.publish("step-2", 2)
+    sim.run(lambda: sim.in_sync("step-2"))
+    assert [e for e in sim.events if e.startswith(names.EVENT_PRECISION_LOST)] == [
+        f"{names.EVENT_PRECISION_LOST}: {told}"
+    ]
 
 
 def in_turn(sim: Sim, *published: tuple[str, str]) -> None:

@@ -34,6 +34,7 @@ meshes = st.builds(Mesh, shapes, shapes)
 sources = st.builds(
     SourceParameter, names, shapes, st.sampled_from(["bfloat16", "float32"]), meshes,
     st.lists(placements).map(tuple), st.none() | st.builds(Within, names, shapes, shapes),
+    st.sampled_from(["", "", "float32", "float64"]),
 )  # fmt: skip
 slab = st.dictionaries(names, st.builds(SlabTensor, st.integers(0, 99), shapes, st.just("int8")), max_size=3)
 boxes = shapes.map(Box.whole)
@@ -46,6 +47,8 @@ workers = st.builds(
     st.dictionaries(names, names),
     st.dictionaries(names, names),
     st.dictionaries(names, names),
+    st.frozensets(names),
+    st.frozensets(names),
 )
 
 
@@ -61,6 +64,7 @@ def test_a_workers_manifest_comes_back_equal_and_order_does_not_show(manifest, r
     assert set(back.pieces) == set(manifest.pieces) and back.expected == manifest.expected
     assert (back.aliases, back.fallback) == (manifest.aliases, manifest.fallback)
     assert back.unresolved == manifest.unresolved and back.tensors == manifest.tensors
+    assert (back.unused, back.draft) == (manifest.unused, manifest.draft)
 
     def shuffled(d):
         items = list(d.items())
@@ -77,6 +81,7 @@ def test_a_workers_manifest_comes_back_equal_and_order_does_not_show(manifest, r
         manifest.aliases,
         manifest.fallback,
         manifest.unused,
+        manifest.draft,
     )
     assert codec.encode_worker(other) == data
 

@@ -5,21 +5,17 @@ import dataclasses
 import math
 import random
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.unit.engine.plan.helpers import fsdp, manifest, run
 
 from weightsync_engine.layout.boxes import Box
 from weightsync_engine.layout.shards import shard_boxes
 from weightsync_engine.layout.tensors import (
-    DTYPE_BYTES,
-    Expected,
     Mesh,
-    Piece,
     Replicate,
     Shard,
-    SlabTensor,
     SourceParameter,
     StridedShard,
     Within,
@@ -29,81 +25,8 @@ from weightsync_engine.plan.compile import compile_plan
 from weightsync_engine.plan.cost import rank_costs
 from weightsync_engine.plan.groups import Worker
 from weightsync_engine.plan.plan import Part
-from weightsync_engine.plan.reference import execute, slices
 from weightsync_engine.plan.steps import PlanError
-from weightsync_engine.plan.validate import M2N, Envelope, violations
-
-
-def fsdp(name, shape, ranks, dtype="float32", placement=None):
-    return SourceParameter(name, shape, dtype, Mesh((ranks,), tuple(range(ranks))), (placement or Shard(0),))
-
-
-def manifest(params, places, extra_rows=0, **more):
-    """Of `params` {name: (shape, dtype)} and `places` {name: [(box, tensor shape, at, tensor)]}."""
-    tensors, pieces = {}, []
-    for name, spots in places.items():
-        for box, shape, at, tensor in spots:
-            tensors[tensor] = SlabTensor(0, shape, params[name][1])
-            pieces.append(Piece(name, box, tensor, at))
-    expected = {n: Expected(*p) for n, p in params.items()}
-    return WorkerManifest(
-        expected, tuple(pieces), tensors, more.get("unresolved", {}), more.get("aliases", {})
-    )
-
-
-def run(sources, workers, trainers, envelope=M2N):
-    """Compile and execute; returns the plan after checking every promise of it."""
-    plan = compile_plan(sources, workers, trainers, envelope)
-    values = {s.name: np.random.default_rng(7).integers(1, 1 << 40, s.shape) for s in sources}
-    whole = {s.tensor: np.zeros(s.tensor_shape, np.int64) for s in sources}
-    for s in sources:
-        whole[s.tensor][slices(s.region)] = values[s.name].reshape(s.region.shape)
-    slabs = {r: {} for r in range(trainers + len(workers))}
-    for s in sources:
-        for rank, box in shard_boxes(s).items():
-            if box is not None:
-                slabs[rank][s.tensor] = whole[s.tensor][slices(box)].copy()
-    writes = {r: {} for r in slabs}
-    for w in workers:
-        for name, place in w.manifest.tensors.items():
-            slabs[w.rank][name] = np.zeros(place.shape, np.int64)
-            writes[w.rank][name] = np.zeros(place.shape, np.int64)
-    execute(plan, slabs, writes)
-    kept = 0
-    for w in workers:
-        touched = {n: np.zeros_like(a) for n, a in writes[w.rank].items()}
-        for piece in w.manifest.pieces:
-            at = slices(piece.region)
-            name = (
-                piece.name
-                if piece.name in values
-                else next(a for a, n in w.manifest.aliases.items() if n == piece.name)
-            )
-            arrived = slabs[w.rank][piece.tensor][at].reshape(piece.box.shape)
-            np.testing.assert_array_equal(arrived, values[name][slices(piece.box)])
-            touched[piece.tensor][at] += 1
-            kept += piece.box.size * DTYPE_BYTES[w.manifest.expected[piece.name].dtype]
-        for name, count in writes[w.rank].items():
-            np.testing.assert_array_equal(count, touched[name])
-    for step in plan.steps:
-        assert violations(step, envelope) == []
-    assert plan.bytes_received == kept
-    check_weights(plan)
-    return plan
-
-
-def check_weights(plan):
-    """What a server's digests add up to has every element of a parameter equally often."""
-    for route in plan.routes:
-        group = plan.groups[route.group]
-        weights = plan.weights(group.first_rank).get(route.name, {})
-        counted = np.zeros(route.source.shape, np.int64)
-        for worker in group.manifests:
-            for piece in worker.pieces:
-                if piece.name == route.name:
-                    counted[slices(piece.box)] += weights.get(piece.box, 1)
-        assert (counted == route.copies).all(), route.name
-
+from weightsync_engine.plan.validate import Envelope, violations
 
 MESHES = [(1,), (2,), (3,), (4,), (5,), (6,), (2, 2), (2, 3), (3, 2), (1, 4), (2, 1, 2), (1, 2, 3)]
 
@@ -244,10 +167,17 @@ def test_the_digest_does_not_depend_on_which_values_are_shared_objects(world):
     )
 
 
-@given(worlds(), st.integers(1, 3), st.integers(1, 4), st.sampled_from([64, 300, 1 << 20]))
-@settings(max_examples=100, deadline=None)
-def test_a_narrow_envelope_is_kept_as_well(world, sources, targets, share):
-    run(*world, Envelope(max_sources=sources, max_targets=targets, max_local_bytes=share))
+@given(
+    worlds(),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.sampled_from([64, 300, 1 << 20]),
+    st.sampled_from([0, 1]),
+)
+@settings(max_examples=200, deadline=None)
+def test_a_narrow_envelope_is_kept_as_well(world, sources, targets, share, stack):
+    limits = Envelope(max_sources=sources, max_targets=targets, max_local_bytes=share, stack_bytes=stack)
+    run(*world, limits)
 
 
 def rows(start, n, width=16):
@@ -546,6 +476,55 @@ def test_what_one_worker_has_no_use_for_may_be_anothers():
     drops = Worker(3, "s", WorkerManifest({}, (), {}, {}, unused=frozenset({"w"})))
     plan = run([fsdp("w", shape, 2)], [holds, drops], 2)
     assert (plan.unused, plan.bytes_received) == (frozenset(), 64)
+
+
+def drafting(workers):
+    """The same workers with a draft model that needs `draft.fc`."""
+    more, places = (
+        {"draft.fc": ((4, 4), "float32")},
+        {"draft.fc": [(Box.whole((4, 4)), (4, 4), (0, 0), "draft.fc")]},
+    )
+    added = manifest(more, places)
+    return [
+        dataclasses.replace(
+            w,
+            manifest=dataclasses.replace(
+                w.manifest,
+                expected=w.manifest.expected | added.expected,
+                pieces=w.manifest.pieces + added.pieces,
+                tensors=w.manifest.tensors | added.tensors,
+                draft=frozenset(more),
+            ),
+        )
+        for w in workers
+    ]
+
+
+def test_what_a_draft_model_lacks_is_refused_with_both_ways_out():
+    # C27
+    found = problem(workers=drafting(replicated(BASE, 2, 2)))
+    assert (found.reason, found.rank) == ("NotSent", 2)
+    for words in (
+        "'draft.fc'",
+        "for its draft model",
+        "WEIGHTSYNC_DRAFT_MODEL=update",
+        "WEIGHTSYNC_DRAFT_MODEL=frozen",
+    ):
+        assert words in found.message
+
+
+def test_a_server_without_a_draft_model_has_no_use_for_one_that_another_updates():
+    # C27
+    sent = [*(fsdp(n, s, 2, d) for n, (s, d) in BASE.items()), fsdp("draft.fc", (4, 4), 2)]
+    plain = replicated(BASE, 2, 2, lambda w: f"server-{w}")
+    mixed = [drafting(plain[:1])[0], plain[1]]
+    plan = run(sent, mixed, 2)
+    assert (plan.draft, plan.unused, plan.summary.draft) == ({"draft.fc"}, frozenset(), 1)
+    without = compile_plan(sent, plain, 2)
+    assert (without.draft, without.unused) == (frozenset(), {"draft.fc"})
+    # A server that has one knows what it holds.
+    found = problem(sources=[*sent, fsdp("draft.cf", (4, 4), 2)], workers=mixed)
+    assert (found.reason, found.rank) == ("UnknownParameter", 2) and "'draft.cf'" in found.message
 
 
 def test_a_name_that_the_server_lacks_is_named_with_its_rank():

@@ -18,7 +18,7 @@ from weightsync_engine.trainer.sources import Sources, merge
 def said(name: str, **changes: Any) -> dict[str, Any]:
     return {
         "name": name, "shape": [8, 4], "dtype": "bfloat16", "mesh": None, "placements": None,
-        "parameter": True, **changes,
+        "parameter": True, "computed": "bfloat16", "kept": False, **changes,
     }  # fmt: skip
 
 
