@@ -88,10 +88,10 @@ def test_what_a_pod_lacks_is_said_first(kubectl, capsys):
 def test_a_command_that_hangs_or_fails_becomes_a_line_and_the_rest_is_there(kubectl, capsys):
     kubectl(hang=["logs vllm-0"], fail={"get lease": "leases.coordination.k8s.io is forbidden"})
     started = time.monotonic()
-    status, out, _ = doctor(capsys, "policy", "-n", "rl", "--timeout", "3")
-    assert time.monotonic() - started < 20
+    status, out, _ = doctor(capsys, "policy", "-n", "rl", "--timeout", "6")
+    assert time.monotonic() - started < 40
     assert status == 1
-    assert "log of vllm-0: `" in out and "gave no answer within 3 s" in out
+    assert "log of vllm-0: `" in out and "gave no answer within 6 s" in out
     assert "leases.coordination.k8s.io is forbidden" in out
     assert "[pod/trainer-0/train]" in out
 

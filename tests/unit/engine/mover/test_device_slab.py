@@ -198,7 +198,7 @@ def test_a_lack_of_memory_names_every_number_and_what_to_do(gpu):
     needs = Needs.of("shadow", 500 * MIB, 100 * MIB)
     with pytest.raises(SlabError) as e:
         check_memory(needs, torch.device("cuda:0"), "use more GPUs")
-    contexts = 2 * 600 * MIB
+    contexts = needs.contexts
     for number in (needs.total, 500 * MIB, contexts, 100 * MIB, 1 << 30, needs.total - (1 << 30)):
         assert f"{number} bytes" in str(e.value)
     assert str(e.value).endswith("use more GPUs")
