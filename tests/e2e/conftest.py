@@ -22,8 +22,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _cell(item: pytest.Item) -> str:
-    run = item.callspec.params.get("run") if isinstance(item, pytest.Function) else None
-    return getattr(run, "id", "")
+    call = getattr(item, "callspec", None)
+    return call.params["run"].id if call is not None and "run" in call.params else ""
 
 
 @pytest.fixture(scope="session")

@@ -60,9 +60,8 @@ class Busy:
                 known = None
             elif known is None:
                 known = seen.at
-            if known is not None and row is not None and row["state"] == "InSync":
-                if row.get("version") == self.version:
-                    return seen.at - known
+            if known is not None and row and (row["state"], row.get("version")) == ("InSync", self.version):
+                return seen.at - known
         raise FleetError(f"{name} never came in sync: {self.world.row(name)}")
 
     def was_ready_throughout(self, name: str) -> bool:
@@ -71,11 +70,11 @@ class Busy:
 
     def least_ready(self) -> int:
         """The smallest number of Ready servers at any moment."""
-        ready: dict[str, bool] = dict.fromkeys(self.at_first, True)
+        ready = dict.fromkeys(self.at_first, True)
         least = len(ready)
         for s in self.pods.since(self.began):
             pod = pod_of(s.object)
-            ready[pod.uid if pod.name not in ready else pod.name] = pod.ready
+            ready[pod.name] = pod.ready and "deletionTimestamp" not in s.object["metadata"]
             least = min(least, sum(ready.values()))
         return least
 
@@ -129,17 +128,20 @@ def note(what: str, **figures: object) -> None:
 def test_two_servers_become_four_and_then_one_and_nobody_in_sync_is_disturbed(
     world: World, busy: Busy
 ) -> None:
-    started = time.time()
     world.fleet.kubectl("scale", "deploy/vllm", "--replicas=4")
     servers = busy.wait_servers(4)
     new = [s.name for s in servers if s.name not in busy.at_first]
     joined = {name: round(busy.joined_after(name), 1) for name in new}
     assert all(busy.was_ready_throughout(name) for name in busy.at_first)
+    wait_until(
+        "a minute without a publish",
+        lambda: (time.time() - busy.began >= BUSY_SECONDS or None, ""),
+        BUSY_SECONDS,
+    )
     assert world.history.status["decision"]["version"] == busy.version
     world.fleet.kubectl("scale", "deploy/vllm", "--replicas=1")
     [left] = busy.wait_servers(1)
     assert busy.was_ready_throughout(left.name) or left.name in new
-    elapsed = time.time() - busy.began
     version = world.go()
     wait_until(
         "the next version on the one that is left",
@@ -147,10 +149,7 @@ def test_two_servers_become_four_and_then_one_and_nobody_in_sync_is_disturbed(
         60,
     )
     longest = busy.check()
-    note(
-        "2 -> 4 -> 1", joined_s=joined, all_ready_s=round(elapsed, 1), since_scaling_s=round(time.time() - started, 1),
-        longest_step_ms=longest,
-    )  # fmt: skip
+    note("2 -> 4 -> 1", joined_s=joined, longest_step_ms=longest)
     assert max(joined.values()) <= JOIN_SECONDS, f"in sync after joining: {joined}"
 
 
@@ -160,7 +159,6 @@ def test_a_rolling_update_never_leaves_fewer_servers_than_there_were(world: Worl
     servers = busy.wait_servers(SERVERS)
     assert not busy.at_first & {s.name for s in servers}
     joined = {s.name: round(busy.joined_after(s.name), 1) for s in servers}
-    assert time.time() - busy.began >= BUSY_SECONDS or busy.least_ready() >= SERVERS
     longest = busy.check()
     note("rolling update", joined_s=joined, least_ready=busy.least_ready(), longest_step_ms=longest)
     assert busy.least_ready() >= SERVERS
