@@ -36,7 +36,7 @@ class Deadlines:
 
     join: int = 8
     prepare: int = 8
-    transfer: int = 9
+    transfer: int = 15
     commit: int = 5
 
     @property
@@ -252,7 +252,7 @@ def _frozen_mover(fault: Fault, phase: Phase, pod: str) -> Expected | str:
 def _cut_data_path(phase: Phase, culprits: tuple[str, ...]) -> Expected:
     if phase in ("verify", "commit"):
         return Expected("all", 0.0, lasting=True)
-    return Expected("none", DEADLINES.join if phase == "join" else DEADLINES.transfer, culprits, lasting=True)
+    return Expected("none", DEADLINES.join if phase == "join" else DEADLINES.stall, culprits, lasting=True)
 
 
 def _agent(fault: Fault, phase: Phase) -> Expected | str:

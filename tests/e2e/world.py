@@ -262,11 +262,20 @@ def named(seen: list[Seen], before: dict[str, Any]) -> set[str]:
         for r in s.status.get("rounds", ()):
             if (r["number"], r.get("attempts")) not in old:
                 texts += [r.get("culprit", ""), r.get("message", "")]
-        for c in s.status.get("conditions", ()):
-            bad = c["status"] == "True" if c["type"] == "Stalled" else c["status"] == "False"
-            if bad or c["reason"] in ("Retrying", "EpochFailed", "RoundFailed"):
-                texts.append(c["message"])
+        texts += [c["message"] for c in s.status.get("conditions", ()) if _blames(c)]
     return {word.strip(".,;:()'\"") for text in texts for word in text.split()}
+
+
+def _blames(condition: dict[str, Any]) -> bool:
+    """Whether its message is about who is at fault, and not about who is not yet in sync."""
+    match condition["type"]:
+        case "MembersResolved" | "RendezvousEstablished":
+            return bool(condition["status"] == "False")
+        case "Stalled":
+            return bool(condition["status"] == "True")
+        case "Ready":
+            return condition["reason"] in ("EpochFailed", "RoundFailed")
+    return False
 
 
 # ---- all of it together ------------------------------------------------------------------------------------
