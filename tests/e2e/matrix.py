@@ -34,7 +34,7 @@ VICTIM, OTHER, LEAD, SECOND = "victim", "other", "trainer-0", "trainer-1"
 class Deadlines:
     """Of the object under test: short, so that a cell takes seconds."""
 
-    join: int = 8
+    join: int = 16
     prepare: int = 8
     transfer: int = 15
     commit: int = 5

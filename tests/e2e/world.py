@@ -56,7 +56,7 @@ class FaultFleet(Fleet):
                         "transferSeconds": DEADLINES.transfer,
                         "commitSeconds": DEADLINES.commit,
                     }
-                    document["spec"]["retry"] = {"backoffSeconds": 1, "maxBackoffSeconds": 2}
+                    document["spec"]["retry"] = {"backoffSeconds": 1, "maxBackoffSeconds": 8}
         return [*documents, self._witness()]
 
     def _loop(self, pod: dict[str, Any]) -> None:
@@ -352,7 +352,7 @@ class World:
 
     def operator(self) -> Pod:
         raw = self.fleet.cluster.kubectl(
-            "-n", OPERATOR_NAMESPACE, "get", "pods", "-l", "app.kubernetes.io/name=weightsync", "-o", "json"
+            "-n", OPERATOR_NAMESPACE, "get", "pods", "-l", "app.kubernetes.io/name=weightsync-operator", "-o", "json"
         )
         items = [i for i in json.loads(raw)["items"] if "deletionTimestamp" not in i["metadata"]]
         return pod_of(items[0])
@@ -457,7 +457,7 @@ _IS: dict[str, Callable[[Process], bool]] = {
     "vllm-mover": lambda p: p.name == "ws-mover-0",
     "agent": lambda p: "weightsync_engine.agent" in p.command,
     "vllm-server": lambda p: "vllm.entrypoints.openai.api_server" in p.command,
-    "vllm-worker": lambda p: p.command.startswith("VLLM::EngineCor"),
+    "vllm-worker": lambda p: p.command.startswith("VLLM::Worker"),
     "operator": lambda p: "weightsync_operator" in p.command,
 }
 
