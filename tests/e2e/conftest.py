@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from examples.demo.fleet import ROOT, install_operator
+from examples.demo.fleet import ROOT
 from tests.cluster import Cluster, obtain
 from tests.e2e import results
 from tests.e2e.world import World, fresh_or_kept
@@ -45,8 +45,5 @@ def world(cluster: Cluster) -> Iterator[World]:
     """A fleet to which faults are done, the operator on its first node."""
     if cluster.kind_of == "named":
         pytest.skip("the nodes of a named cluster are not containers of ours: nothing can be done to them")
-    nodes = cluster.kubectl("get", "nodes", "-o", "name").split()
-    home = min(n.removeprefix("node/") for n in nodes if "control-plane" not in n)
-    install_operator(cluster, f"nodeSelector.kubernetes\\.io/hostname={home}")
     with fresh_or_kept(cluster, ROOT / "build" / "e2e" / "faults") as world:
         yield world

@@ -16,13 +16,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from examples.demo.fleet import HERE, OPERATOR_NAMESPACE, Fleet, FleetError, on_host_python, wait_until
+from examples.demo.fleet import (
+    HERE,
+    OPERATOR_NAMESPACE,
+    Fleet,
+    FleetError,
+    install_operator,
+    on_host_python,
+    wait_until,
+)
 from tests.cluster import Cluster
 
 from .judge import LOADED, Heard
 from .matrix import DEADLINES
 
 NAMESPACE = "faults"
+KEEP = bool(os.environ.get("WEIGHTSYNC_KEEP_FLEET"))
+"""The fleet is left for the next session, which goes on with it as it is: what has changed since is not installed."""
 E2E = Path(__file__).resolve().parent
 CHAIN = "WS-FAULT"
 """All that a cut network consists of is in this chain of iptables: to flush it is to heal."""
@@ -323,7 +333,9 @@ class World:
         ]
         fleet = FaultFleet(cluster, NAMESPACE, SERVERS, home=min(workers))
         nodes = Nodes(cluster)
-        fleet.start()
+        if not cls._kept(cluster):
+            install_operator(cluster, f"nodeSelector.kubernetes\\.io/hostname={fleet.home}")
+            fleet.start()
         for node in [*workers, control_plane(cluster)]:
             nodes.heal(node)
         fleet.wait_servers_ready()
@@ -334,6 +346,12 @@ class World:
         rounds = [world.history.status.get("decision"), *world.history.status.get("rounds", ())]
         world.count = max((int(r["version"].rsplit("-", 1)[1]) for r in rounds if r), default=0)
         return world
+
+    @staticmethod
+    def _kept(cluster: Cluster) -> bool:
+        """Whether an earlier session left its fleet for this one."""
+        found = cluster.kubectl("get", "namespace", NAMESPACE, "--ignore-not-found", "-o", "name")
+        return KEEP and bool(found.strip())
 
     # -- looking -----------------------------------------------------------------------------------------
 
@@ -352,7 +370,14 @@ class World:
 
     def operator(self) -> Pod:
         raw = self.fleet.cluster.kubectl(
-            "-n", OPERATOR_NAMESPACE, "get", "pods", "-l", "app.kubernetes.io/name=weightsync-operator", "-o", "json"
+            "-n",
+            OPERATOR_NAMESPACE,
+            "get",
+            "pods",
+            "-l",
+            "app.kubernetes.io/name=weightsync-operator",
+            "-o",
+            "json",
         )
         items = [i for i in json.loads(raw)["items"] if "deletionTimestamp" not in i["metadata"]]
         return pod_of(items[0])
@@ -475,12 +500,12 @@ def control_plane(cluster: Cluster) -> str:
 
 @contextlib.contextmanager
 def fresh_or_kept(cluster: Cluster, logs: Path) -> Iterator[World]:
-    """A world, begun on a fleet that is kept between sessions if `WEIGHTSYNC_KEEP_FLEET` is set."""
+    """A world; its logs are kept at the end."""
     world = World.begin(cluster)
     try:
         yield world
     finally:
         world.history.close()
         world.fleet.keep_logs(logs)
-        if not os.environ.get("WEIGHTSYNC_KEEP_FLEET"):
+        if not KEEP:
             world.fleet.stop()
