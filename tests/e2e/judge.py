@@ -1,8 +1,9 @@
 """What the witness heard, judged: pure.
 
-An answer is right if its tokens are those of the version that its header names, or, where a flip fell into the
-request, begin with them and the same server answers with a later version from then on. Through the Service no answer
-is older than the version that every server was known to have when the question was asked.
+An answer is right if its tokens are those of the version that its header names. Where a flip fell into the request,
+as the server's next answer tells, they may be those of the next version, from the first token or from a later one on:
+the header names the version at the request's beginning. Through the Service no answer is older than the version that
+every server was known to have when the question was asked.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ def number_of(version: str) -> int:
     return 0 if version == LOADED else int(version.rsplit("-", 1)[1])
 
 
+def _named(number: int) -> str:
+    return LOADED if number == 0 else f"step-{number}"
+
+
 def wrong(
     heard: Sequence[Heard],
     book: Mapping[str, Sequence[int]],
@@ -46,10 +51,11 @@ def wrong(
     """
     found = []
     later: dict[str, int] = {}
+    """Pod -> version of its answer to the next question."""
     for one in sorted(heard, key=lambda h: h.asked, reverse=True):
         where = f"{one.pod} at {one.asked:.1f} ({'Service' if one.service else 'direct'}) with {one.version}"
         newest = later.get(one.pod, -1)
-        later[one.pod] = max(newest, number_of(one.version))
+        later[one.pod] = number_of(one.version)
         tokens = book.get(one.version)
         if tokens is None:
             found.append(f"{where}: nobody published that")
@@ -57,16 +63,14 @@ def wrong(
         if one.version != LOADED and one.version not in decided:
             found.append(f"{where}: no decision on it was recorded")
         expected = tuple(tokens[: len(one.tokens)])
-        if one.tokens != expected and not (
-            newest > number_of(one.version) and _straddles(one.tokens, expected)
-        ):
+        # Of the version that the server had next, in whole or from some token on.
+        after = book.get(_named(newest), ()) if newest > number_of(one.version) else ()
+        straddles = bool(after) and (
+            one.tokens[0] == expected[0] or one.tokens == tuple(after[: len(one.tokens)])
+        )
+        if one.tokens != expected and not straddles:
             found.append(f"{where}: tokens {list(one.tokens)}, its weights give {list(expected)}")
         floor = max((number_of(v) for t, v in finished if t <= one.asked - ROUTING_SECONDS), default=0)
         if one.service and number_of(one.version) < floor:
             found.append(f"{where}: stale, step-{floor} was live everywhere")
     return found[::-1]
-
-
-def _straddles(tokens: tuple[int, ...], before: tuple[int, ...]) -> bool:
-    """Whether a flip may have fallen into it: the first token at least was made before."""
-    return bool(tokens) and tokens[0] == before[0]

@@ -192,9 +192,7 @@ def _api_server(fault: Fault, phase: Phase) -> Expected | str:
 
 
 def _node(fault: Fault, phase: Phase) -> Expected | str:
-    within = DEADLINES.join + GRACE + UNANSWERED if phase == "join" else UNANSWERED
-    lasting = fault != "restart"
-    return Expected("others", within, (VICTIM,), lasting=lasting)
+    return Expected("others", UNANSWERED, (VICTIM,), lasting=fault != "restart")
 
 
 def _trainer_rank(fault: Fault, phase: Phase) -> Expected | str:
@@ -269,10 +267,9 @@ def _vllm_server(fault: Fault, phase: Phase) -> Expected | str:
     if fault == "restart":
         # Terminating pods leave at once; with a decision on record nobody is to blame.
         return Expected("others", 0.0, () if phase in ("join", "commit", "verify") else (VICTIM,))
-    join = DEADLINES.join + GRACE if phase == "join" else 0.0
     if fault == "kill":
-        return Expected("others", join + SILENT, () if phase == "commit" else (VICTIM,))
-    return Expected("others", join + UNANSWERED, (VICTIM,), lasting=True)
+        return Expected("others", SILENT, () if phase == "commit" else (VICTIM,))
+    return Expected("others", UNANSWERED, (VICTIM,), lasting=True)
 
 
 def _vllm_worker(fault: Fault, phase: Phase) -> Expected | str:

@@ -19,6 +19,7 @@ from ask import ask
 TARGETS = Path("/tmp/targets")
 PAUSE_SECONDS = 0.3
 ANSWER_SECONDS = 4.0
+_SAYING = threading.Lock()
 
 
 def listen(url: str, prompt: list[int], tokens: int, service: bool, wanted: threading.Event) -> None:
@@ -33,7 +34,8 @@ def listen(url: str, prompt: list[int], tokens: int, service: bool, wanted: thre
                 "asked": asked, "answered": time.time(), "service": service, "pod": pod, "version": version,
                 "tokens": said,
             }  # fmt: skip
-        print(json.dumps(told), flush=True)
+        with _SAYING:
+            print(json.dumps(told), flush=True)
         time.sleep(PAUSE_SECONDS)
 
 

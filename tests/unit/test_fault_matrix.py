@@ -67,11 +67,13 @@ def test_tokens_of_another_version_are_wrong() -> None:
 
 
 def test_a_flip_in_the_middle_of_an_answer_is_right_only_if_the_server_flipped() -> None:
-    across = heard("step-1", [2, 3, 3], asked=10.0)
     after = heard("step-2", [3, 3, 3], asked=11.0)
     decided = {"step-1", "step-2"}
-    assert wrong([across, after], BOOK, decided, []) == []
-    assert len(wrong([across], BOOK, decided, [])) == 1
+    for tokens in ([2, 3, 3], [3, 3, 3]):
+        across = heard("step-1", tokens, asked=10.0)
+        assert wrong([across, after], BOOK, decided, []) == []
+        assert len(wrong([across], BOOK, decided, [])) == 1
+    assert len(wrong([heard("step-1", [7, 3, 3]), after], BOOK, decided, [])) == 1
 
 
 def test_a_version_that_was_never_decided_must_not_be_served() -> None:

@@ -923,6 +923,12 @@ class _Planner:
             # Nobody's fault, and others wait for the lost one: begin again with who is there.
             self.memory = replace(self.memory, epoch=None)
             return
+        for member in members:
+            if how := self._silent(member):
+                # As in a round: whoever is known not to answer is not waited for to the end of the deadline.
+                problem = Problem(reason=names.MEMBER_SILENT, message=f"pod {member.pod} {how}")
+                self._fail_epoch(epoch, problem, member.pod)
+                return
         self._wake(self.settings.tick)
         late = [
             m for m in members if (state := states[m.uid]) is None or state.phase is not EpochPhase.JOINED

@@ -616,6 +616,22 @@ def test_an_epoch_that_fails_names_the_pod_and_is_tried_again_with_backoff() -> 
     assert sim.memory.failure is None
 
 
+def test_a_member_that_falls_silent_while_an_epoch_forms_is_named_and_not_waited_for() -> None:
+    # Found in the cluster: a pod that was cut off held up all others for the whole join deadline.
+    sim = Sim()
+    sim.silent["vllm-1"] = sim.now
+    sim.run(lambda: sim.memory.epoch is not None and "join vllm-1" in sim.log, seconds=0.5)
+    began = sim.silent["vllm-1"]
+    sim.run(lambda: sim.memory.failure is not None)
+    assert sim.memory.failure is not None
+    assert (sim.memory.failure.culprit, sim.memory.failure.reason) == ("vllm-1", names.MEMBER_SILENT)
+    assert sim.now - began < 6
+    sim.publish("step-1", 1)
+    sim.run(lambda: sim.committed("step-1"))
+    assert sim.live("vllm-0") == "step-1"
+    assert sim.now - began < 10
+
+
 def test_a_mover_lost_while_idle_means_a_new_epoch() -> None:
     sim = at_version()
     agent = sim.agents["vllm-0"]
