@@ -320,6 +320,8 @@ class Result:
     named: str = ""
     """The culprit, as the object named it."""
     answers: int = 0
+    load: float = 0.0
+    """Of the machine, over the minute before the fault: times depend on it."""
     trouble: str = ""
 
 
@@ -327,8 +329,8 @@ def table(results: list[Result]) -> str:
     """Markdown: one row for each run, then what is not run."""
     rows = [
         "| fault | target | phase | | who had it meanwhile | after s (allowed) | all healed after s | longest step ms "
-        "| named | answers | |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| named | answers | load | |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     order = {run.id: number for number, run in enumerate(runs())}
     for r in sorted(results, key=lambda r: order.get(r.run, len(order))):
@@ -336,7 +338,7 @@ def table(results: list[Result]) -> str:
         rows.append(
             f"| {', '.join(r.faults)} | {r.target} | {r.phase} | {'ok' if r.passed else 'FAILED'} | {r.meanwhile} "
             f"| {after} | {_seconds(r.healed_s)} | {'-' if r.stall_ms is None else f'{r.stall_ms:.0f}'} | {r.named} "
-            f"| {r.answers} | {r.trouble.replace('|', '/')[:200]} |"
+            f"| {r.answers} | {r.load:.0f} | {' '.join(r.trouble.replace('|', '/').split())[:200]} |"
         )
     rows += ["", "Not run:", ""]
     reasons: dict[tuple[str, str, str], list[str]] = {}

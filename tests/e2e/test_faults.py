@@ -8,6 +8,7 @@ WEIGHTSYNC_RESUME set, runs that passed according to it are left out.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -128,6 +129,7 @@ class Cell:
         try:
             held = hold(world, self.run.phase, self.victim, self.other)
             self.newest = held.version
+            self.found["load"] = os.getloadavg()[0]
             struck = time.time()
             undo = hit.strike()
             held.release(but=hit.kept)
