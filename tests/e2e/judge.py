@@ -34,10 +34,6 @@ def number_of(version: str) -> int:
     return 0 if version == LOADED else int(version.rsplit("-", 1)[1])
 
 
-def _named(number: int) -> str:
-    return LOADED if number == 0 else f"step-{number}"
-
-
 def wrong(
     heard: Sequence[Heard],
     book: Mapping[str, Sequence[int]],
@@ -50,12 +46,9 @@ def wrong(
     known to be live on all its members, ascending; times of the wall clock.
     """
     found = []
-    later: dict[str, int] = {}
-    """Pod -> version of its answer to the next question."""
-    for one in sorted(heard, key=lambda h: h.asked, reverse=True):
+    ordered = sorted(heard, key=lambda h: h.asked)
+    for one in ordered:
         where = f"{one.pod} at {one.asked:.1f} ({'Service' if one.service else 'direct'}) with {one.version}"
-        newest = later.get(one.pod, -1)
-        later[one.pod] = number_of(one.version)
         tokens = book.get(one.version)
         if tokens is None:
             found.append(f"{where}: nobody published that")
@@ -63,8 +56,7 @@ def wrong(
         if one.version != LOADED and one.version not in decided:
             found.append(f"{where}: no decision on it was recorded")
         expected = tuple(tokens[: len(one.tokens)])
-        # Of the version that the server had next, in whole or from some token on.
-        after = book.get(_named(newest), ()) if newest > number_of(one.version) else ()
+        after = book.get(_version_after(one, ordered), ())
         straddles = bool(after) and (
             one.tokens[0] == expected[0] or one.tokens == tuple(after[: len(one.tokens)])
         )
@@ -73,4 +65,11 @@ def wrong(
         floor = max((number_of(v) for t, v in finished if t <= one.asked - ROUTING_SECONDS), default=0)
         if one.service and number_of(one.version) < floor:
             found.append(f"{where}: stale, step-{floor} was live everywhere")
-    return found[::-1]
+    return found
+
+
+def _version_after(one: Heard, ordered: Sequence[Heard]) -> str:
+    """What the same server served when this answer was over, if that was later; else nothing."""
+    following = (h for h in ordered if h.pod == one.pod and h.asked >= one.answered)
+    after = next(following, one)
+    return after.version if number_of(after.version) > number_of(one.version) else ""
