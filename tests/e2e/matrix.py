@@ -62,7 +62,10 @@ API_START = 45.0
 OUTAGE = 12.0
 """How long a part that nobody can name is kept away."""
 SLACK = 2.0
-"""Recovery takes at most the detection deadline, this, and one round."""
+"""Recovery takes at most the detection deadline, this, and one round (on a machine that all pods share: `SPARES`)."""
+SPARES = 4.0
+"""A failed join or transfer ends the movers of all pods. Spares take over at once, but four new ones then start beside
+the next epoch; where each pod has cores of its own, that costs nobody anything."""
 STALL_LIMIT = 1.0
 """No step of the training loop may take longer, whatever happens to others."""
 

@@ -20,7 +20,20 @@ from examples.demo.fleet import ROOT, FleetError, wait_until
 from tests.cluster import ClusterError
 from tests.e2e import judge
 from tests.e2e.hit import Hit, heal, hold
-from tests.e2e.matrix import LEAD, OTHER, SECOND, SLACK, SMOKE, STALL_LIMIT, VICTIM, Result, Run, runs, slow
+from tests.e2e.matrix import (
+    LEAD,
+    OTHER,
+    SECOND,
+    SLACK,
+    SMOKE,
+    SPARES,
+    STALL_LIMIT,
+    VICTIM,
+    Result,
+    Run,
+    runs,
+    slow,
+)
 from tests.e2e.results import Results
 from tests.e2e.world import Pod, World, named
 
@@ -153,7 +166,7 @@ class Cell:
     def meanwhile(self, struck: float, before: dict[str, Any]) -> None:
         """Before anything is undone, and within the deadline."""
         expected, world = self.expected, self.world
-        allowed = expected.within + SLACK + self.one_round
+        allowed = expected.within + SLACK + SPARES + self.one_round
         self.found["allowed_s"] = round(allowed, 1)
         match expected.meanwhile:
             case "all":
