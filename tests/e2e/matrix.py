@@ -137,18 +137,27 @@ def expected(fault: Fault, target: Target, phase: Phase) -> Expected | str:
     return _OF[target](fault, phase)
 
 
-def runs() -> Iterator[Run]:
-    """All that is run, phase by phase of a target, quick targets first."""
+def runs() -> list[Run]:
+    """All that is run, in diagonals: a session that is cut has seen something of every target and phase."""
+    found = []
     for target in TARGETS:
         for fault in FAULTS:
             for phase in PHASES:
-                found = expected(fault, target, phase)
-                if isinstance(found, str):
+                cell = expected(fault, target, phase)
+                if isinstance(cell, str):
                     continue
-                if fault == "stop" and found.lasting and _together(target, phase):
-                    yield Run(("stop", "stop+cont"), target, phase, found)
+                if fault == "stop" and cell.lasting and _together(target, phase):
+                    found.append(Run(("stop", "stop+cont"), target, phase, cell))
                 elif not (fault == "stop+cont" and _together(target, phase)):
-                    yield Run((fault,), target, phase, found)
+                    found.append(Run((fault,), target, phase, cell))
+    return sorted(found, key=_diagonal)
+
+
+def _diagonal(run: Run) -> tuple[int, int]:
+    fault, target, phase = FAULTS.index(run.faults[0]), TARGETS.index(run.target), PHASES.index(run.phase)
+    return (fault + 2 * target + phase) % len(PHASES) + len(PHASES) * (
+        (2 * fault + target) % len(FAULTS)
+    ), target
 
 
 def not_run() -> Iterator[NotRun]:
@@ -335,8 +344,7 @@ def table(results: list[Result]) -> str:
         "| named | answers | load | |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    order = {run.id: number for number, run in enumerate(runs())}
-    for r in sorted(results, key=lambda r: order.get(r.run, len(order))):
+    for r in sorted(results, key=lambda r: (TARGETS.index(r.target), r.faults, PHASES.index(r.phase))):
         after = "" if r.meanwhile_s is None else f"{r.meanwhile_s:.1f} ({r.allowed_s:.1f})"
         rows.append(
             f"| {', '.join(r.faults)} | {r.target} | {r.phase} | {'ok' if r.passed else 'FAILED'} | {r.meanwhile} "
