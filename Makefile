@@ -4,7 +4,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help setup lint format generate verify unit resolver resolver-matrix integration e2e soak test gpu-test gpu-bench bench-plan demo demo-down clean
+.PHONY: help setup lint format generate verify unit resolver resolver-matrix integration e2e e2e-faults soak test gpu-test gpu-bench bench-plan demo demo-down clean
 .DEFAULT_GOAL := help
 
 help: ## Show the targets
@@ -49,8 +49,11 @@ unit: setup ## Pure code, seconds
 integration: setup ## Real processes, real vLLM on the CPU, a real API server
 	$(PYTEST) tests/integration
 
-e2e: setup ## Real pods in a real kind cluster
-	$(PYTEST) tests/e2e
+e2e: setup ## Real pods in a real kind cluster, with a diagonal of the fault matrix
+	$(PYTEST) tests/e2e -m "not faults or smoke"
+
+e2e-faults: setup ## The whole fault matrix, two hours (-k CELL by ARGS; WEIGHTSYNC_RESUME, WEIGHTSYNC_KEEP_FLEET)
+	$(PYTEST) tests/e2e/test_faults.py $(ARGS)
 
 soak: setup ## 300 rounds with faults from a seed, 20 minutes (WEIGHTSYNC_SOAK_ROUNDS, WEIGHTSYNC_SOAK_SEED)
 	$(BIN)/python -m tests.soak

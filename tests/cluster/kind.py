@@ -320,10 +320,13 @@ def _create(name: str, workers: int, mounts: list[str], say: Callable[[str], Non
 def _config(workers: int, mounts: list[str], port: int) -> dict[str, Any]:
     extra = [{"hostPath": path, "containerPath": _HOST + path, "readOnly": True} for path in mounts]
     roles = ["control-plane"] + ["worker"] * workers
+    # Tests kill the same container again and again: a kubelet that waits ever longer would be all that they measure.
+    kubelet = {"kind": "KubeletConfiguration", "crashLoopBackOff": {"maxContainerRestartPeriod": "2s"}}
     return {
         "kind": "Cluster",
         "apiVersion": "kind.x-k8s.io/v1alpha4",
         "networking": {"apiServerAddress": "127.0.0.1", "apiServerPort": port},
+        "kubeadmConfigPatches": [yaml.safe_dump(kubelet)],
         "nodes": [{"role": role, "extraMounts": extra} for role in roles],
     }
 

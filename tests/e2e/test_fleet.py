@@ -219,7 +219,7 @@ def test_an_operator_killed_in_the_middle_of_a_round_starts_it_again(
     signal_in(fleet, servers(fleet)[0], "STOP", "ws-mover-0")
     version = versions.start_next()
     wait_described(fleet, "Transferring", version)
-    operator = ("-n", OPERATOR_NAMESPACE, "delete", "pod", "-l", "app.kubernetes.io/name=weightsync")
+    operator = ("-n", OPERATOR_NAMESPACE, "delete", "pod", "-l", "app.kubernetes.io/name=weightsync-operator")
     fleet.cluster.kubectl(*operator, "--grace-period=0", "--force")
     versions.finish(version)
 

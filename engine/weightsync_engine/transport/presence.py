@@ -17,6 +17,8 @@ from .base import PeerFailure
 from .store import EpochStore, poll_pauses
 
 _END = 1 << 60
+TELL_SECONDS = 0.05
+"""Whoever waits longer than this tells the others for whom."""
 SETTLE_SECONDS = 0.5
 """How long ranks that have given up on a peer let the others say for whom they wait."""
 
@@ -53,7 +55,7 @@ class Presence:
             asked = {self._key(p): p for p in peers if self._known.get(p, -2) < step}
             if asked:
                 first = {k: p for k, p in asked.items() if p not in self._known}
-                values = self._store.get_all(first, deadline, "its position in the round") if first else {}
+                values = self._first_words(first, deadline, before, step)
                 values |= self._store.read_all({k: p for k, p in asked.items() if k not in first})
                 for key, peer in asked.items():
                     self._known[peer] = int(json.loads(values[key])["next"])
@@ -63,11 +65,27 @@ class Presence:
             self._store.raise_failed()
             if time.monotonic() >= deadline:
                 self._late(step, missing[0], seconds)
-            if not told and time.monotonic() - started > 0.05:
+            if not told and time.monotonic() - started > TELL_SECONDS:
                 self._say(before, step, missing[0])
                 told = True
             time.sleep(next(pauses))
         self._say(step, self._own[turn + 1] if turn + 1 < len(self._own) else _END)
+
+    def _first_words(
+        self, first: dict[str, int], deadline: float, before: int, step: int
+    ) -> dict[str, bytes]:
+        """What peers say that have said nothing yet in this round. Whoever waits for one of them lets the others know:
+        they may give up on this rank sooner than it does on that one."""
+        what = "its position in the round"
+        if not first:
+            return {}
+        try:
+            return self._store.get_all(first, min(deadline, time.monotonic() + TELL_SECONDS), what)
+        except PeerFailure:
+            absent = [rank for key, rank in first.items() if not self._store.exists(key)]
+            if absent:
+                self._say(before, step, absent[0])
+        return self._store.get_all(first, deadline, what)
 
     def _late(self, step: int, rank: int, seconds: float) -> None:
         culprit = self._culprit(rank)

@@ -98,6 +98,7 @@ class Failure:
     version: str = ""
     failures: int = 1
     """In a row."""
+    at: float = float("-inf")
 
 
 @dataclass(frozen=True)
@@ -781,7 +782,9 @@ class _Planner:
             round=None,
             rounds=(report, *past)[:MAX_ROUNDS],
             round_backoff=backoff,
-            failure=Failure("round", problem.reason, message, culprit, run.version, backoff.failures),
+            failure=Failure(
+                "round", problem.reason, message, culprit, run.version, backoff.failures, self.now
+            ),
             aborted=(run.epoch, run.number, problem),
             epoch=None if epoch_too else self.memory.epoch,
         )
@@ -923,6 +926,12 @@ class _Planner:
             # Nobody's fault, and others wait for the lost one: begin again with who is there.
             self.memory = replace(self.memory, epoch=None)
             return
+        for member in members:
+            if how := self._silent(member):
+                # As in a round: whoever is known not to answer is not waited for to the end of the deadline.
+                problem = Problem(reason=names.MEMBER_SILENT, message=f"pod {member.pod} {how}")
+                self._fail_epoch(epoch, problem, member.pod)
+                return
         self._wake(self.settings.tick)
         late = [
             m for m in members if (state := states[m.uid]) is None or state.phase is not EpochPhase.JOINED
@@ -1025,7 +1034,9 @@ class _Planner:
             self.memory,
             epoch=None,
             epoch_backoff=backoff,
-            failure=Failure("epoch", problem.reason, message, culprit, failures=backoff.failures),
+            failure=Failure(
+                "epoch", problem.reason, message, culprit, failures=backoff.failures, at=self.now
+            ),
         )
 
     # ---- what to begin -------------------------------------------------------------------------------------
@@ -1064,6 +1075,15 @@ class _Planner:
         if wait > 0:
             self._wake(wait)
             return
+        failure = self.memory.failure
+        if failure is not None:
+            # Whoever has not been heard since may be the cause: with it the next epoch would fail as well, and cost all
+            # others their movers. One that goes on saying nothing is silent soon, and left out.
+            unheard = [m for m in self.roster.members if self.pods[m.identity.uid].agent.asof < failure.at]
+            if unheard:
+                self.reads.extend(m.identity.uid for m in unheard)
+                self._wake(self.settings.tick)
+                return
         number = max(self.facts.epoch.number if self.facts.epoch else 0, 0) + 1
         fact = EpochFact(number=number, members=tuple(m.identity for m in self.roster.members))
         self.memory = replace(

@@ -616,6 +616,37 @@ def test_an_epoch_that_fails_names_the_pod_and_is_tried_again_with_backoff() -> 
     assert sim.memory.failure is None
 
 
+def test_a_member_that_falls_silent_while_an_epoch_forms_is_named_and_not_waited_for() -> None:
+    # Found in the cluster: a pod that was cut off held up all others for the whole join deadline.
+    sim = Sim()
+    sim.silent["vllm-1"] = sim.now
+    sim.run(lambda: sim.memory.epoch is not None and "join vllm-1" in sim.log, seconds=0.5)
+    began = sim.silent["vllm-1"]
+    sim.run(lambda: sim.memory.failure is not None)
+    assert sim.memory.failure is not None
+    assert (sim.memory.failure.culprit, sim.memory.failure.reason) == ("vllm-1", names.MEMBER_SILENT)
+    assert sim.now - began < 6
+    sim.publish("step-1", 1)
+    sim.run(lambda: sim.committed("step-1"))
+    assert sim.live("vllm-0") == "step-1"
+    assert sim.now - began < 10
+
+
+def test_after_a_failure_no_epoch_is_built_with_a_pod_that_was_not_heard_since() -> None:
+    # Found in the cluster: peers notice a pod that is cut off before the operator does; the next epoch had it again.
+    sim = joined()
+    agent = sim.agents["vllm-0"]
+    assert agent.state.epoch is not None
+    late = Problem(reason="PeerLate", message="rank 2 is late", rank=2)
+    agent.update(epoch=agent.state.epoch.model_copy(update={"phase": EpochPhase.FAILED, "problem": late}))
+    sim.silent["vllm-1"] = sim.now
+    sim.publish("step-1", 1)
+    sim.run(lambda: sim.committed("step-1"))
+    assert sim.facts.epoch is not None
+    assert sim.facts.epoch.number == 2
+    assert [m.pod for m in sim.facts.epoch.members] == ["trainer-0", "vllm-0"]
+
+
 def test_a_mover_lost_while_idle_means_a_new_epoch() -> None:
     sim = at_version()
     agent = sim.agents["vllm-0"]

@@ -3,7 +3,7 @@
 vLLM's CPU build replaces linear weights by packed copies after it has loaded them, and permutes experts, so
 nothing can be written into the live model any more. This plugin
 (`VLLM_PLUGINS=weightsync,vllm_live_weights`) makes it keep the weights and compute with plain products, and
-pack experts at every call instead. On a GPU vLLM keeps its weights anyway.
+pack experts at every call instead. On a GPU vLLM keeps its weights anyway. It also lets idle workers sleep.
 
 `VLLM_LIVE_WEIGHTS_STEP_SECONDS`, if set, is how long a step takes beyond its work: a tiny model is so fast that one
 server's request is over before a busy machine lets another server begin.
@@ -35,8 +35,17 @@ def register() -> None:
         kind.process_weights_after_loading = _keep
         kind.apply = _apply
         kind.weightsync_keeps_weights = True
+    _spin_less()
     if seconds := float(os.environ.get("VLLM_LIVE_WEIGHTS_STEP_SECONDS", "0")):
         _slow(seconds)
+
+
+def _spin_less() -> None:
+    """After every step a worker spins for a second, in case another step comes: with one question a second, two servers
+    are all that a machine of two cores does."""
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    SpinCondition.__init__.__defaults__ = (0.01,)  # busy_loop_s
 
 
 def _slow(seconds: float) -> None:

@@ -84,6 +84,22 @@ def test_the_rank_that_the_late_peer_itself_waits_for_is_named(stores):
     waiting.join(10)
 
 
+def test_who_waits_for_a_rank_that_never_said_a_word_is_not_blamed(stores):
+    # Found in the cluster: 2 froze before its first word, 0 waited for it, and 1 inside an exchange with 0 blamed 0.
+    a, b = Presence(stores[0], "r", [0]), Presence(stores[1], "r", [0])
+
+    def wait_for_2():
+        with contextlib.suppress(PeerFailure):
+            a.enter(0, [1, 2], 2)
+
+    waiting = threading.Thread(target=wait_for_2)
+    waiting.start()
+    b.enter(0, [0], 5)
+    verdict = b.judge(0, PeerFailure("PeerLate", "rank 0 has moved nothing", 0)).problem
+    assert verdict.rank == 2
+    waiting.join(10)
+
+
 def test_a_failure_that_a_rank_reports_ends_the_wait(stores):
     a, _ = Presence(stores[0], "r", [0, 1]), Presence(stores[1], "r", [0])
     stores[2].report(Problem(reason="PeerLost", message="rank 1 died", rank=1))
