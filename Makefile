@@ -50,7 +50,7 @@ integration: setup ## Real processes, real vLLM on the CPU, a real API server
 	$(PYTEST) tests/integration
 
 e2e: setup ## Real pods in a real kind cluster, with a diagonal of the fault matrix
-	$(PYTEST) tests/e2e -m "not faults or smoke"
+	WEIGHTSYNC_PATIENCE=$${WEIGHTSYNC_PATIENCE:-3} $(PYTEST) tests/e2e -m "not faults or smoke"
 
 e2e-faults: setup ## The whole fault matrix, two hours (-k CELL by ARGS; WEIGHTSYNC_RESUME, WEIGHTSYNC_KEEP_FLEET)
 	$(PYTEST) tests/e2e/test_faults.py $(ARGS)

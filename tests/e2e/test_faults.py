@@ -41,6 +41,9 @@ LOGS = ROOT / "build" / "e2e"
 HEAL_SECONDS = 150.0
 """After the fault, or its end: a node, a server and a training run have started again, and everybody is in sync."""
 MEND_SECONDS = 240.0
+PATIENCE = float(os.environ.get("WEIGHTSYNC_PATIENCE", "1"))
+"""By how much all bounds on times are wider: the machine that runs the cluster may be slow, or do other things too. What
+was measured stands in the table in any case."""
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -166,7 +169,7 @@ class Cell:
     def meanwhile(self, struck: float, before: dict[str, Any]) -> None:
         """Before anything is undone, and within the deadline."""
         expected, world = self.expected, self.world
-        allowed = expected.within + SLACK + SPARES + self.one_round
+        allowed = PATIENCE * (expected.within + SLACK + SPARES + self.one_round)
         self.found["allowed_s"] = round(allowed, 1)
         match expected.meanwhile:
             case "all":
@@ -231,4 +234,5 @@ class Cell:
         longest = self.world.longest_step(struck)
         self.found["stall_ms"] = longest
         self.must(longest is not None, "the training loop printed no step")
-        self.must((longest or 0) < 1000 * STALL_LIMIT, f"a training step took {longest:.0f} ms")
+        limit = 1000 * STALL_LIMIT * PATIENCE
+        self.must((longest or 0) < limit, f"a training step took {longest:.0f} ms")
