@@ -42,8 +42,8 @@ HEAL_SECONDS = 150.0
 """After the fault, or its end: a node, a server and a training run have started again, and everybody is in sync."""
 MEND_SECONDS = 240.0
 PATIENCE = float(os.environ.get("WEIGHTSYNC_PATIENCE", "1"))
-"""By how much all bounds on times are wider: the machine that runs the cluster may be slow, or do other things too. What
-was measured stands in the table in any case."""
+"""By how much all bounds on times are wider: the machine that runs the cluster may be slow, or do other things too.
+What was measured stands in the table in any case."""
 
 pytestmark = pytest.mark.timeout(600)
 
