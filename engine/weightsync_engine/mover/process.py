@@ -359,8 +359,11 @@ class _Server:
     async def _push(self, event: asyncio.Event, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
             while True:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(event.wait(), ALIVE_SECONDS)
+                if (
+                    not event.is_set()
+                ):  # else at once: a driver that errs hears who it talks to before it is dropped
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(event.wait(), ALIVE_SECONDS)
                 event.clear()
                 writer.write(self.mover.state.model_dump_json().encode() + b"\n")
                 await writer.drain()
