@@ -165,6 +165,7 @@ class Rank:
         kind: type[Transport] = choose(name, "cuda", self.rank)
         start = time.perf_counter()
         limits = envelope(kind, os.environ, self.rank)
+        kind.configure(limits)
         plan = compile_plan(self.sources, self.workers, self.options.trainers, limits)
         steps = plan.local(self.rank, kind.collective)
         planned = time.perf_counter() - start

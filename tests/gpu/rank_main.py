@@ -40,6 +40,7 @@ def main() -> None:
     # Stacks of any size, where the transport takes them.
     stack_bytes = min(kind.envelope.stack_bytes, 1)
     limits = dataclasses.replace(kind.envelope, max_local_bytes=job["step_bytes"], stack_bytes=stack_bytes)
+    kind.configure(limits)
     plan = compile_plan(sources, workers, trainers, limits)
     steps = plan.local(rank, kind.collective)
 

@@ -12,10 +12,8 @@ from ..layout.shards import shard_boxes
 from ..layout.tensors import DTYPE_BYTES, SourceParameter
 from ..plan.cost import RankCost, links, rank_costs
 from ..plan.plan import Plan
+from ..plan.validate import IN_FLIGHT
 from ..protocol.messages import rounded_words, rounding
-
-IN_FLIGHT = 3
-"""Steps for which a transport has staging memory at the same time."""
 
 
 @dataclass(frozen=True)

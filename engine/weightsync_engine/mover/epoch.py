@@ -173,6 +173,7 @@ class Epoch:
             )
         self._kind = choose(r.transport, self._slab.device.type, r.rank)
         self._envelope = envelope(self._kind, os.environ, r.rank)
+        self._kind.configure(self._envelope)
 
     def _runtime(self) -> dict[str, Any]:
         """What must be equal on all ranks besides the plan."""

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..protocol.names import ENV_STAGING_MIB
+from ..plan.validate import IN_FLIGHT, M2N
+from ..protocol.names import ENV_STAGING_MIB, ENV_STEP_BYTES
 from . import cuda
 from .slab import SlabError
 
@@ -18,13 +19,16 @@ log = logging.getLogger(__name__)
 
 CONTEXT_BYTES = 700 << 20
 """CUDA context, modules and library state of one mover process; measured 617 MiB on an H200, digest kernels loaded."""
-DEFAULT_STAGING_MIB = 2048
 MIB = 1 << 20
 
 
 def staging_bytes() -> int:
-    """What transports may use for their buffers on this rank's GPU. Raises ValueError for a bad setting."""
-    text = os.environ.get(ENV_STAGING_MIB, str(DEFAULT_STAGING_MIB))
+    """What transports may use for their buffers on this rank's GPU: by default that of M2N, one share for each step
+    in flight and one for the library itself. Raises ValueError for a bad setting."""
+    text = os.environ.get(ENV_STAGING_MIB)
+    if text is None:
+        step = os.environ.get(ENV_STEP_BYTES, "")
+        return (IN_FLIGHT + 1) * (int(step) if step.isdecimal() else M2N.max_local_bytes)
     if not text.isdecimal() or int(text) > 1 << 20:
         raise ValueError(f"{ENV_STAGING_MIB} is {text!r}: give MiB as a whole number up to {1 << 20}")
     return int(text) * MIB

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from ..layout.tensors import DTYPE_BYTES, Shard
 from .steps import Side, Step
 
+IN_FLIGHT = 3
+"""Steps that a transport works on at the same time: one is packed, one travels, one is unpacked."""
+
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
@@ -19,8 +22,8 @@ class Envelope:
     max_targets: int = 64
     """Target ranks that one source may serve."""
     max_local_bytes: int = 256 << 20
-    """Of a rank's share of one step. The library takes up to 2 GiB; the staging memory, twice this on each
-    rank, and the time until the first step has arrived grow with it."""
+    """Of a rank's share of one step. The library takes up to 2 GiB; the staging memory, `IN_FLIGHT + 1` times this on
+    each rank, and the time until the first step has arrived grow with it."""
     stack_bytes: int = 0
     """From so many bytes of a rank's share on, like parameters are reshards of their own, one stack or more. 0: never,
     for transports that send straight between views."""

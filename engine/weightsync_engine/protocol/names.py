@@ -45,7 +45,8 @@ ENV_JWKS = "WEIGHTSYNC_JWKS"
 ENV_PORT = "WEIGHTSYNC_PORT"
 """Optional; the port of a trainer pod's agent. Default: DEFAULT_TRAINER_PORT."""
 ENV_STAGING_MIB = "WEIGHTSYNC_STAGING_MIB"
-"""Optional; device memory that each mover sets aside for its transport's buffers, in MiB. Default: 2048."""
+"""Optional; device memory that each mover sets aside for its transport's buffers, in MiB. Default: four times
+WEIGHTSYNC_STEP_BYTES, 1024 where that is not set."""
 
 ENV_STEP_BYTES = "WEIGHTSYNC_STEP_BYTES"
 """The most that one rank holds of one step, in bytes; default: what the transport does best with (64 MiB for gloo,

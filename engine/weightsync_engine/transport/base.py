@@ -61,6 +61,12 @@ class Transport(ABC):
         """
 
     @staticmethod
+    def configure(envelope: Envelope) -> None:
+        """Before anything else, once in a process: give the library the settings that steps of `envelope` need. Raises
+        `Failure` if the environment says something that does not fit."""
+        return
+
+    @staticmethod
     @abstractmethod
     def runtime() -> dict[str, Any]:
         """What must be equal on all ranks: versions and settings of the libraries. Raises `Failure` if this pod

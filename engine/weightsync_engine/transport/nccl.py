@@ -18,7 +18,8 @@ import torch
 from ..layout.tensors import DTYPE_BYTES
 from ..plan.plan import LocalStep
 from ..plan.steps import Side, Step
-from ..plan.validate import M2N, Envelope
+from ..plan.validate import IN_FLIGHT, M2N, Envelope
+from ..protocol.names import ENV_STEP_BYTES
 from .base import Failure, LocalTensor, PeerFailure, Transport
 from .copies import copy_all
 from .store import EpochStore
@@ -38,6 +39,8 @@ _SETTINGS = (
     "NCCL_NVLS_ENABLE",
 )
 """Environment that must be equal on all ranks."""
+_PACK_BUFFERS = "NCCL_RESHARD_PACK_BUFFSIZES"
+_LEAST_PACK_BUFFER = 2048
 
 
 @dataclass
@@ -54,7 +57,7 @@ class _Nccl(Transport):
     """A communicator of `world` ranks, made from an id that rank 0 puts into the epoch's store."""
 
     collective = False
-    depth = 3
+    depth = IN_FLIGHT
     check_bytes = 1 << 30
 
     def __init__(self, store: EpochStore, rank: int, world: int, host: str, deadline: float) -> None:
@@ -217,6 +220,19 @@ class M2NTransport(_Nccl):
         self._ready: dict[int, _Share] = {}
         self._meshes: dict[Side, Any] = {}
 
+    @staticmethod
+    def configure(envelope: Envelope) -> None:
+        """M2N packs a share into a buffer of its own, of which it takes four of 2 GiB, one after the other with each
+        new communicator, unless told otherwise: one of the size of a share is enough."""
+        given = os.environ.setdefault(_PACK_BUFFERS, f"{max(envelope.max_local_bytes, _LEAST_PACK_BUFFER)}:1")
+        largest = max(map(_bytes, given.split(",")))
+        if largest < envelope.max_local_bytes:
+            raise Failure(
+                "BadSetting",
+                f"{_PACK_BUFFERS}={given!r} has no buffer of {envelope.max_local_bytes} bytes, the most that a rank "
+                f"holds of a step: leave it unset, enlarge it, or lower {ENV_STEP_BYTES}",
+            )
+
     @property
     def hopeless(self) -> bool:
         # After a peer is lost inside a reshard, abort() never returns.
@@ -311,6 +327,14 @@ class M2NTransport(_Nccl):
             handle.destroy()
         super().close()
         self._buffers.clear()
+
+
+def _bytes(buffer: str) -> int:
+    """Of one entry of `NCCL_RESHARD_PACK_BUFFSIZES`, such as 268435456, 256m:2; 0 if it is none."""
+    size, _, _ = buffer.strip().lower().partition(":")
+    unit = {"k": 1 << 10, "m": 1 << 20}.get(size[-1:], 1)
+    digits = size if unit == 1 else size[:-1]
+    return int(digits) * unit if digits.isdecimal() else 0
 
 
 @dataclass

@@ -121,8 +121,8 @@ def contract() -> None:
     from weightsync_engine.trainer.contract import ModelSource, Servers, TrainerInit
 
     given = json.loads(wait_for_go())
-    model = AutoModelForCausalLM.from_pretrained(given["model"], dtype=torch.float32)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = AutoModelForCausalLM.from_pretrained(given["model"], dtype="auto").to(given["device"])
+    mesh = init_device_mesh(given["device"], (dist.get_world_size(),))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -457,7 +457,7 @@ def leave_without_close() -> None:
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     report("up")
     while case := wait_for_go():
         try:

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,3 +119,17 @@ class Ranks:
     def join(self, timeout: float = 60) -> list[int]:
         """Exit codes."""
         return [rank.process.wait(timeout=timeout) for rank in self.ranks]
+
+
+@contextlib.contextmanager
+def contract_trainer(
+    folder: Path, urls: Sequence[str], workers: Sequence[int], model: Path, device: str = "cpu", **init: Any
+) -> Iterator[tuple[Ranks, list[Any]]]:
+    """Two ranks that have met servers of so many workers through vLLM's trainer contract, and what each said of it."""
+    given = {
+        "urls": list(urls), "workers": list(workers), "model": str(model), "device": device,
+        "init": {"world_size": 2 + sum(workers), "deadline_seconds": 90, **init},
+    }  # fmt: skip
+    with Ranks(2, folder) as ranks:
+        ranks.say("contract")
+        yield ranks, ranks.run(json.dumps(given))

@@ -45,13 +45,15 @@ class _Store:
 
 class Trainer:
     """Two trainer ranks of one pod: slabs sharded along dimension 0, movers, and the pod's agent on a
-    thread."""
+    thread. It sends the parameters of `like`, and those of a draft model."""
 
-    def __init__(self, folder: Path, operator: Operator, like: Path) -> None:
-        shapes = {name: tuple(t.shape) for name, t in tiny.load(like).items()}
+    def __init__(
+        self, folder: Path, operator: Operator, like: Path, device: str = "cpu", draft: Path | None = None
+    ) -> None:
+        weights = sorted(_weights(like, draft).items())
         mesh = Mesh((RANKS,), tuple(range(RANKS)))
         sources = tuple(
-            SourceParameter(n, s, "float32", mesh, (Shard(0),)) for n, s in sorted(shapes.items())
+            SourceParameter(n, tuple(t.shape), _name(t.dtype), mesh, (Shard(0),)) for n, t in weights
         )
         self.slabs: list[Slab] = []
         self.places: list[dict[str, Any]] = []
@@ -59,12 +61,12 @@ class Trainer:
         self.sequence = 0
         for rank in range(RANKS):
             local = [
-                (name, tuple(part.shape), "float32")
-                for name, shape in sorted(shapes.items())
-                if (part := _share(torch.empty(shape), rank)) is not None
+                (name, tuple(part.shape), _name(part.dtype))
+                for name, tensor in weights
+                if (part := _share(tensor, rank)) is not None
             ]
             places, size = plan_slab(local)
-            slab = Slab.create(size)
+            slab = Slab.create(size, device)
             manifest = TrainerManifest(rank, sources, places)
             self.slabs.append(slab)
             self.places.append(places)
@@ -79,9 +81,9 @@ class Trainer:
         self._thread.start()
         assert self._up.wait(30)
 
-    def publish(self, checkpoint: Path, version: str) -> None:
+    def publish(self, checkpoint: Path, version: str, draft: Path | None = None) -> None:
         """The snapshot copy of all ranks."""
-        weights = tiny.load(checkpoint)
+        weights = _weights(checkpoint, draft)
         self.sequence += 1
         for rank in range(RANKS):
             slab = self.slabs[rank]
@@ -90,7 +92,7 @@ class Trainer:
                 share = _share(weights[name], rank)
                 assert share is not None
                 slab.tensor(place).copy_(share)
-            slab.stamp(version, self.sequence)
+            slab.stamp_after_copies(version, self.sequence)
             self.movers[rank].published()
 
     async def _serve(self) -> None:
@@ -121,6 +123,15 @@ class Trainer:
         self._thread.join(20)
         for mover in self.movers:
             mover.close()
+
+
+def _weights(checkpoint: Path, draft: Path | None) -> dict[str, torch.Tensor]:
+    more = {f"draft.{name}": tensor for name, tensor in tiny.load(draft).items()} if draft else {}
+    return tiny.load(checkpoint) | more
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _share(tensor: torch.Tensor, rank: int) -> torch.Tensor | None:
@@ -246,6 +257,32 @@ class Fleet:
 
         for state in self.until(settled, f"round {self.round} is {wanted}"):
             assert state.round is not None and state.round.phase is wanted, state.round
+
+
+@contextlib.contextmanager
+def together(
+    folder: Path, operator: Operator, checkpoint: Path, servers: Sequence[VllmProcess]
+) -> Iterator[Fleet]:
+    """Servers that have started, and a trainer of the same model, in an epoch; requests get through."""
+    trainer = None
+    try:
+        for server in servers:
+            server.start()
+        for server in servers:
+            server.wait_up()
+        trainer = Trainer(folder / "trainer", operator, checkpoint)
+        fleet = Fleet(operator, trainer, servers)
+        fleet.joined()
+        fleet.admit(None)
+        for server in servers:
+            # A server's first answer may take seconds: in one that is late no request would run beside another's.
+            server.greedy(tiny.PROMPT, 8)
+        yield fleet
+    finally:
+        if trainer is not None:
+            trainer.close()
+        for server in servers:
+            server.kill()
 
 
 def halted(round_: int) -> Any:

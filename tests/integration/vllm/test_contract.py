@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
-from tests.integration.trainer.ranks import Ranks, free_port
+from tests.integration.trainer.ranks import contract_trainer, free_port
 from tests.integration.vllm import tiny
 from tests.integration.vllm.serving import Operator, VllmProcess
 
@@ -19,7 +17,6 @@ from weightsync_engine.trainer.contract import unique_id
 
 pytestmark = pytest.mark.timeout(1800)
 WORKERS = [1, 2]
-SECONDS = 90
 
 
 @pytest.fixture(scope="module")
@@ -52,19 +49,6 @@ def servers(folder: Path, checkpoints: list[Path]) -> Iterator[list[VllmProcess]
             server.kill()
 
 
-@contextmanager
-def trainer(
-    folder: Path, servers: list[VllmProcess], model: Path, **init: Any
-) -> Iterator[tuple[Ranks, list[Any]]]:
-    given = {
-        "urls": [server.url for server in servers], "workers": WORKERS, "model": str(model),
-        "init": {"world_size": 2 + sum(WORKERS), "deadline_seconds": SECONDS, **init},
-    }  # fmt: skip
-    with Ranks(2, folder) as ranks:
-        ranks.say("contract")
-        yield ranks, ranks.run(json.dumps(given))
-
-
 def serves(servers: list[VllmProcess], checkpoint: Path) -> bool:
     wanted = tiny.Reference(checkpoint).greedy(tiny.PROMPT, 16)
     for server in servers:
@@ -77,7 +61,8 @@ def test_versions_travel_by_address_and_port(
 ) -> None:
     assert serves(servers, checkpoints[0])
     where = {"master_address": "127.0.0.1", "master_port": free_port()}
-    with trainer(folder / "one", servers, checkpoints[0], **where) as (ranks, met):
+    urls = [server.url for server in servers]
+    with contract_trainer(folder / "one", urls, WORKERS, checkpoints[0], **where) as (ranks, met):
         assert [rank["error"] for rank in met] == ["", ""]
         for number in (1, 2, 1):
             sent = ranks.run(json.dumps([None, str(checkpoints[number])]))
@@ -90,10 +75,9 @@ def test_versions_travel_by_unique_id_with_names_in_chunks_and_an_undeclared_nam
     folder: Path, servers: list[VllmProcess], checkpoints: list[Path]
 ) -> None:
     meeting = unique_id("127.0.0.1")
-    with trainer(folder / "two", servers, checkpoints[0], unique_id=meeting, names_per_update=7) as (
-        ranks,
-        met,
-    ):
+    urls = [server.url for server in servers]
+    how = {"unique_id": meeting, "names_per_update": 7}
+    with contract_trainer(folder / "two", urls, WORKERS, checkpoints[0], **how) as (ranks, met):
         assert [rank["error"] for rank in met] == ["", ""]
         sent = ranks.run(json.dumps(["chunks-1", str(checkpoints[2])]))
         assert [rank["error"] for rank in sent] == ["", ""]
@@ -109,10 +93,8 @@ def test_versions_travel_by_unique_id_with_names_in_chunks_and_an_undeclared_nam
 def test_a_server_that_cannot_be_reached_is_told_on_every_rank(
     folder: Path, servers: list[VllmProcess], checkpoints: list[Path]
 ) -> None:
-    class Nowhere:
-        url = f"http://127.0.0.1:{free_port()}"
-
+    urls = [servers[0].url, f"http://127.0.0.1:{free_port()}"]
     where = {"master_address": "127.0.0.1", "deadline_seconds": 5}
-    with trainer(folder / "three", [servers[0], Nowhere()], checkpoints[0], **where) as (_, met):  # type: ignore[list-item]
+    with contract_trainer(folder / "three", urls, WORKERS, checkpoints[0], **where) as (_, met):
         assert all("server 1 of 2" in rank["error"] for rank in met), [rank["error"] for rank in met]
         assert all(rank["seconds"] < 60 for rank in met)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.integration.vllm import tiny
-from tests.integration.vllm.fleet import Fleet, Trainer, switch
+from tests.integration.vllm.fleet import Fleet, switch, together
 from tests.integration.vllm.serving import Operator, Stream, VllmProcess, streaming
 
 from weightsync_engine.protocol.messages import AgentState, RoundPhase
@@ -46,25 +46,8 @@ def made(folder: Path, checkpoints: list[Path]) -> Iterator[Fleet]:
         )
         for name in ("pod-a", "pod-b")
     ]
-    trainer = None
-    try:
-        for server in servers:
-            server.start()
-        for server in servers:
-            server.wait_up()
-        trainer = Trainer(folder / "trainer", operator, checkpoints[0])
-        fleet = Fleet(operator, trainer, servers)
-        fleet.joined()
-        fleet.admit(None)
-        for server in servers:
-            # A server's first answer may take seconds: in one that is late no request would run beside another's.
-            server.greedy(tiny.PROMPT, 8)
+    with together(folder, operator, checkpoints[0], servers) as fleet:
         yield fleet
-    finally:
-        if trainer is not None:
-            trainer.close()
-        for server in servers:
-            server.kill()
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.integration.vllm import tiny
-from tests.integration.vllm.fleet import Fleet, Trainer, switch
+from tests.integration.vllm.fleet import Fleet, switch, together
 from tests.integration.vllm.serving import Operator, Stream, VllmProcess, streaming
 from tests.integration.vllm.test_flip import SLOW, stopped
 
@@ -53,27 +53,10 @@ def made(folder: Path, checkpoints: list[Path]) -> Iterator[Fleet]:
         )
         for name, environment in (("in-place", small | {ENV_COMMIT: IN_PLACE}), ("staged", small))
     ]  # fmt: skip
-    trainer = None
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(ENV_STEP_BYTES, SMALL_STEPS)
-        try:
-            for server in servers:
-                server.start()
-            for server in servers:
-                server.wait_up()
-            trainer = Trainer(folder / "trainer", operator, checkpoints[0])
-            fleet = Fleet(operator, trainer, servers)
-            fleet.joined()
-            fleet.admit(None)
-            for server in servers:
-                # A server's first answer may take seconds.
-                server.greedy(tiny.PROMPT, 8)
+        with together(folder, operator, checkpoints[0], servers) as fleet:
             yield fleet
-        finally:
-            if trainer is not None:
-                trainer.close()
-            for server in servers:
-                server.kill()
 
 
 @pytest.fixture

@@ -11,8 +11,10 @@ VOCABULARY = 1000
 PROMPT = [1, 17, 233, 42, 5, 999, 310, 8]
 
 
-def make_checkpoint(folder: Path, seed: int, *, tied: bool, kv_heads: int = 4) -> Path:
-    """A checkpoint folder: config and safetensors, fp32. The seed decides the weights. No tokenizer."""
+def make_checkpoint(
+    folder: Path, seed: int, *, tied: bool, kv_heads: int = 4, dtype: str = "float32"
+) -> Path:
+    """A checkpoint folder: config and safetensors. The seed decides the weights. No tokenizer."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
@@ -20,7 +22,7 @@ def make_checkpoint(folder: Path, seed: int, *, tied: bool, kv_heads: int = 4) -
         vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
         num_attention_heads=8, num_key_value_heads=kv_heads, head_dim=32, max_position_embeddings=2048,
         tie_word_embeddings=tied, bos_token_id=None, eos_token_id=None, pad_token_id=None,
-        initializer_range=0.5, dtype="float32",
+        initializer_range=0.5, dtype=dtype,
     )  # fmt: skip
     model = Qwen3ForCausalLM(config)
     with torch.no_grad():
@@ -32,7 +34,7 @@ def make_checkpoint(folder: Path, seed: int, *, tied: bool, kv_heads: int = 4) -
                 parameter.mul_(3)
             elif "embed" in name:
                 parameter.mul_(0.3)
-    model.save_pretrained(folder)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
     return folder
 
 
