@@ -2,7 +2,9 @@
 
 Runs on every trainer rank like `examples/demo/train.py`, whose folder is on the path. It steps on and on, publishes
 what `GO` names as soon as it is there, and prints JSON lines on rank 0: what was published, what transformers
-generates from it, what was committed, and every second the longest step since the last such line.
+generates from it, what was committed, and every second the longest step since the last such line: all of it, and
+without the time in which a rank was ready to run and no core was free. What servers that start again take from the
+other pods of a small machine is no stall of training.
 """
 
 from __future__ import annotations
@@ -46,6 +48,11 @@ def asked() -> str:
     return version
 
 
+def starved() -> float:
+    """Milliseconds so far in which this thread was ready to run and had no core."""
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e6
+
+
 class Loop:
     def __init__(self) -> None:
         self.lead = dist.get_rank() == 0
@@ -62,16 +69,18 @@ class Loop:
     def locals(self) -> list[torch.Tensor]:
         return [p.to_local() if isinstance(p, DTensor) else p for p in self.model.parameters()]
 
-    def step(self) -> str:
-        """One training step on all ranks; what rank 0 was asked to publish."""
+    def step(self) -> tuple[str, float]:
+        """One training step on all ranks; what rank 0 was asked to publish, and for how long the rank that waited
+        longest for a core did so."""
+        before = starved()
         tokens = torch.randint(0, config().vocab_size, (2, 17))
         logits = self.model(tokens[:, :-1]).logits
         F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        word = [asked() if self.lead else ""]
-        dist.broadcast_object_list(word, src=0)
-        return str(word[0])
+        said: list[tuple[str, float]] = [("", 0.0)] * dist.get_world_size()
+        dist.all_gather_object(said, (asked() if self.lead else "", starved() - before))
+        return said[0][0], max(waited for _, waited in said)
 
     @torch.no_grad()
     def move_on(self, version: str) -> None:
@@ -109,20 +118,22 @@ class Loop:
     def run(self) -> None:
         if self.lead:
             say(run=uuid.uuid4().hex, t=time.time())
-        longest, told = 0.0, time.monotonic()
+        longest, stall, told = 0.0, 0.0, time.monotonic()
         torch.manual_seed(1000 + dist.get_rank())
         while True:
             began = time.monotonic()
-            version = self.step()
+            version, waited = self.step()
             took = 1000 * (time.monotonic() - began)
             if version:
+                before = starved()
                 took += self.publish(version)
-            longest = max(longest, took)
+                waited += starved() - before
+            longest, stall = max(longest, took), max(stall, took - waited)
             if self.lead:
                 self.look()
                 if time.monotonic() - told >= 1.0:
-                    say(loop=time.time(), longest_ms=round(longest, 1))
-                    longest, told = 0.0, time.monotonic()
+                    say(loop=time.time(), longest_ms=round(longest, 1), stall_ms=round(stall, 1))
+                    longest, stall, told = 0.0, 0.0, time.monotonic()
             time.sleep(PAUSE_SECONDS)
 
 

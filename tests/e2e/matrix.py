@@ -67,7 +67,7 @@ SPARES = 4.0
 """A failed join or transfer ends the movers of all pods. Spares take over at once, but four new ones then start beside
 the next epoch; where each pod has cores of its own, that costs nobody anything."""
 STALL_LIMIT = 1.0
-"""No step of the training loop may take longer, whatever happens to others."""
+"""No step of the training loop may be held up for longer, whatever happens to others."""
 
 
 # ---- the cells ---------------------------------------------------------------------------------------------
@@ -327,8 +327,10 @@ class Result:
     allowed_s: float | None = None
     healed_s: float | None = None
     """From the fault (from its end, where it lasts) until every server serves the newest version."""
-    stall_ms: float | None = None
+    step_ms: float | None = None
     """The training loop's longest step; None where training itself was hit."""
+    stall_ms: float | None = None
+    """The longest step without the time in which no core was free for it: what `STALL_LIMIT` is for."""
     named: str = ""
     """The culprit, as the object named it."""
     answers: int = 0
@@ -340,7 +342,7 @@ class Result:
 def table(results: list[Result]) -> str:
     """Markdown: one row for each run, then what is not run."""
     rows = [
-        "| fault | target | phase | | who had it meanwhile | after s (allowed) | all healed after s | longest step ms "
+        "| fault | target | phase | | who had it meanwhile | after s (allowed) | all healed after s | step, stall ms "
         "| named | answers | load | |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -348,7 +350,7 @@ def table(results: list[Result]) -> str:
         after = "" if r.meanwhile_s is None else f"{r.meanwhile_s:.1f} ({r.allowed_s:.1f})"
         rows.append(
             f"| {', '.join(r.faults)} | {r.target} | {r.phase} | {'ok' if r.passed else 'FAILED'} | {r.meanwhile} "
-            f"| {after} | {_seconds(r.healed_s)} | {'-' if r.stall_ms is None else f'{r.stall_ms:.0f}'} | {r.named} "
+            f"| {after} | {_seconds(r.healed_s)} | {_pair(r.step_ms, r.stall_ms)} | {r.named} "
             f"| {r.answers} | {r.load:.0f} | {' '.join(r.trouble.replace('|', '/').split())[:200]} |"
         )
     rows += ["", "Not run:", ""]
@@ -361,6 +363,10 @@ def table(results: list[Result]) -> str:
     if missing := [run.id for run in runs() if run.id not in done]:
         rows += ["", f"Not reached ({len(missing)}): {', '.join(missing)}"]
     return "\n".join(rows) + "\n"
+
+
+def _pair(step: float | None, stall: float | None) -> str:
+    return ", ".join("-" if value is None else f"{value:.0f}" for value in (step, stall))
 
 
 def _seconds(value: float | None) -> str:

@@ -41,6 +41,15 @@ PROMPT = [1, 2, 3, 5, 8, 13, 21, 34]
 SERVERS = 2
 
 
+@dataclass(frozen=True)
+class Longest:
+    """Of some training steps."""
+
+    step_ms: float
+    stall_ms: float
+    """Without the time in which no core was free for it."""
+
+
 # ---- what runs ---------------------------------------------------------------------------------------------
 
 
@@ -443,10 +452,12 @@ class World:
             if "error" not in x and x["asked"] >= since
         ]
 
-    def longest_step(self, since: float) -> float | None:
-        """Milliseconds; None when the loop printed nothing."""
-        steps = [x["longest_ms"] for x in self.trainer_lines(since) if "loop" in x and x["loop"] >= since]
-        return max(steps, default=None)
+    def longest_step(self, since: float) -> Longest | None:
+        """None when the loop printed nothing."""
+        lines = [x for x in self.trainer_lines(since) if "loop" in x and x["loop"] >= since]
+        if not lines:
+            return None
+        return Longest(max(x["longest_ms"] for x in lines), max(x["stall_ms"] for x in lines))
 
     def serving(self, version: str, *names: str) -> bool:
         """Whether the object and Kubernetes say that these pods serve exactly this version."""

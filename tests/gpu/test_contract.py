@@ -65,12 +65,12 @@ def said(servers: list[VllmProcess]) -> list[list[int]]:
     return [one.greedy(tiny.PROMPT, TOKENS) for one in servers]
 
 
-@pytest.mark.parametrize("way", ["address", "unique id"])
+@pytest.mark.parametrize("way", ["address", "unique-id"])
 def test_versions_travel_to_both_servers(
     folder: Path, servers: list[VllmProcess], checkpoints: list[Path], fresh: list[list[int]], way: str
 ) -> None:
     where: dict[str, Any] = {"master_address": "127.0.0.1", "master_port": free_port()}
-    if way == "unique id":
+    if way == "unique-id":
         where = {"unique_id": unique_id("127.0.0.1"), "names_per_update": 7}
     urls = [one.url for one in servers]
     with contract_trainer(folder / way, urls, [1, 1], checkpoints[0], "cuda", **where) as (ranks, met):
@@ -79,7 +79,7 @@ def test_versions_travel_to_both_servers(
             sent = ranks.run(json.dumps([f"{way}-{turn}", str(checkpoints[which])]))
             assert [rank["error"] for rank in sent] == ["", ""]
             assert said(servers) == [fresh[which]] * 2
-        if way == "unique id":
+        if way == "unique-id":
             undeclared(servers[0])
             assert said(servers) == [fresh[1]] * 2
         assert ranks.run("end") == ["ended"] * 2

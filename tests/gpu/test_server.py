@@ -166,6 +166,10 @@ def mover(one: VllmProcess) -> int:
     return pid
 
 
+def settled(state: AgentState) -> bool:
+    return state.round is not None and state.round.phase is not RoundPhase.TRANSFERRING
+
+
 def ended(state: AgentState) -> bool:
     return state.round is not None and state.round.phase in (RoundPhase.FAILED, RoundPhase.ABORTED)
 
@@ -228,7 +232,7 @@ def grows(*streams: Stream) -> None:
 def test_a_mover_in_place_that_is_killed_leaves_the_old_version_or_503s_until_the_next_round(
     fleet: Fleet, checkpoints: list[Path], fresh: list[list[int]], delay: float
 ) -> None:
-    """At any point of the transfer, or after it."""
+    """At any point of the transfer, or after it: what is whole but not decided is no version either."""
     staged, in_place, _ = fleet.servers
     in_sync(fleet, checkpoints[0], "old")
     fleet.trainer.publish(checkpoints[1], f"broken-{delay}")
@@ -236,17 +240,26 @@ def test_a_mover_in_place_that_is_killed_leaves_the_old_version_or_503s_until_th
     fleet.tell("transfer", epoch=fleet.epoch, round=fleet.round, deadline_seconds=20)
     time.sleep(delay)
     os.kill(mover(in_place), signal.SIGKILL)
-    fleet.operator.until(in_place.url, ended, 40, "the round has failed")
+    state = fleet.operator.until(in_place.url, settled, 40, "the transfer is over here")
+    assert state.round is not None
+    whole = state.round.phase is RoundPhase.VERIFIED
     fleet.abort()
-    state = fleet.operator.state(in_place.url)
+    state = fleet.operator.until(
+        in_place.url,
+        lambda s: s.inference is not None and s.inference.torn >= whole,
+        20,
+        "what was written is torn",
+    )
     assert state.inference is not None
-    print(f"killed after {delay:g} s: torn {state.inference.torn}, {state.inference.closed_because}")
+    print(
+        f"killed after {delay:g} s: whole {whole}, torn {state.inference.torn}, {state.inference.closed_because}"
+    )
     answer = in_place.complete(tiny.PROMPT, TOKENS)
     if state.inference.torn:
         assert answer.status_code == 503
     else:
         assert answer.json()["choices"][0]["token_ids"] == fresh[0]
-    assert delay < 1 or state.inference.torn, "all had been written"
+    assert whole or delay < 1
     assert staged.greedy(tiny.PROMPT, TOKENS) == fresh[0]
     in_sync(fleet, checkpoints[1], "mended")
     assert [one.greedy(tiny.PROMPT, TOKENS) for one in (staged, in_place)] == [fresh[1]] * 2
@@ -297,6 +310,11 @@ def test_a_frozen_worker_holds_up_its_own_server_alone(
         assert state.inference is not None
         print(state.inference.closed_because)
         assert staged.complete(tiny.PROMPT, 1).status_code == 503
+    # Again, as the operator does until it is done.
+    fleet.tell("commit", epoch=fleet.epoch, round=fleet.round, version="frozen", deadline_seconds=30)
+    fleet.operator.until(
+        staged.url, lambda s: s.round is not None and s.round.phase is RoundPhase.COMMITTED, 40, "committed"
+    )
     in_sync(fleet, checkpoints[1], "thawed")
     assert [one.greedy(tiny.PROMPT, TOKENS) for one in (staged, in_place)] == [fresh[1]] * 2
 
@@ -313,12 +331,7 @@ def test_a_worker_that_is_killed_in_a_transfer_ends_the_round_and_the_others_go_
     os.kill(worker(speculative), signal.SIGKILL)
     fleet.servers.remove(speculative)
     for url in fleet.urls:
-        fleet.operator.until(
-            url,
-            lambda s: s.round is not None and s.round.phase is not RoundPhase.TRANSFERRING,
-            20,
-            "not for ever",
-        )
+        fleet.operator.until(url, settled, 20, "not for ever")
     fleet.abort()
     in_sync(fleet, checkpoints[1], "without")
     print(f"in sync without it after {time.monotonic() - began:.1f} s")
