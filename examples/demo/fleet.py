@@ -73,6 +73,10 @@ def install_operator(cluster: Cluster, *settings: str) -> None:
     )  # fmt: skip
 
 
+CACHE = "/var/cache/vllm"
+"""On the node: to find out anew what vLLM knows of a model's class takes every server a process and half a minute."""
+
+
 def on_host_python(document: dict[str, Any]) -> dict[str, Any]:
     """Let a workload's containers run this checkout's Python: volumes, paths, and vLLM's weights kept writable."""
     template = document.get("spec", {}).get("template")
@@ -86,10 +90,13 @@ def on_host_python(document: dict[str, Any]) -> dict[str, Any]:
         container["workingDir"] = str(HERE)
         container.setdefault("volumeMounts", []).extend(mounts)
         container["image"] = host_env_image().ref
-        for variable in container.get("env", []):
+        plugins = next((v for v in container.get("env", []) if v["name"] == "VLLM_PLUGINS"), None)
+        if plugins is not None:
             # vLLM's CPU build packs its weights away at load time; this test plugin keeps them where they are.
-            if variable["name"] == "VLLM_PLUGINS":
-                variable["value"] += ",vllm_live_weights"
+            plugins["value"] += ",vllm_live_weights"
+            container["env"].append({"name": "VLLM_CACHE_ROOT", "value": CACHE})
+            container["volumeMounts"].append({"name": "cache", "mountPath": CACHE})
+            pod["volumes"].append({"name": "cache", "hostPath": {"path": CACHE, "type": "DirectoryOrCreate"}})
     return document
 
 

@@ -66,6 +66,9 @@ SLACK = 2.0
 SPARES = 4.0
 """A failed join or transfer ends the movers of all pods. Spares take over at once, but four new ones then start beside
 the next epoch; where each pod has cores of its own, that costs nobody anything."""
+STARTS = 4.0
+"""Where the fault makes a server start again at once, its imports take the cores of the machine that all pods share
+from those that go on."""
 STALL_LIMIT = 1.0
 """No step of the training loop may be held up for longer, whatever happens to others."""
 
@@ -130,6 +133,11 @@ def slow(run: Run) -> bool:
         run.faults[0] in ("kill", "restart")
     )
     return starts or run.target == "api-server" or (run.target == "operator" and run.faults == ("stop",))
+
+
+def starts(run: Run) -> bool:
+    """Whether a server starts again while those that are left come to the version."""
+    return run.target in ("node", "vllm-server", "vllm-worker") and run.faults[0] in ("kill", "restart")
 
 
 def expected(fault: Fault, target: Target, phase: Phase) -> Expected | str:

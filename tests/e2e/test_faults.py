@@ -28,11 +28,13 @@ from tests.e2e.matrix import (
     SMOKE,
     SPARES,
     STALL_LIMIT,
+    STARTS,
     VICTIM,
     Result,
     Run,
     runs,
     slow,
+    starts,
 )
 from tests.e2e.results import Results
 from tests.e2e.world import Pod, World, named
@@ -169,7 +171,8 @@ class Cell:
     def meanwhile(self, struck: float, before: dict[str, Any]) -> None:
         """Before anything is undone, and within the deadline."""
         expected, world = self.expected, self.world
-        allowed = PATIENCE * (expected.within + SLACK + SPARES + self.one_round)
+        shared = SPARES + (STARTS if starts(self.run) else 0.0)
+        allowed = PATIENCE * (expected.within + SLACK + shared + self.one_round)
         self.found["allowed_s"] = round(allowed, 1)
         match expected.meanwhile:
             case "all":

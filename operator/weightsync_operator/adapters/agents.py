@@ -211,6 +211,7 @@ class _Link:
         self.request: asyncio.Task[None] | None = None
         self._request_key: tuple[object, ...] = ()
         self._request_at = float("-inf")
+        self._noted = ""
         self._refresh: asyncio.Task[None] | None = None
         self._watcher = asyncio.create_task(self._watch(), name=f"watch {pod.name}")
 
@@ -277,13 +278,13 @@ class _Link:
                 self, "POST", ROUTE_PREFIX + send.verb, body=send.request.model_dump_json()
             )
         except _Refused as error:
-            _LOG.warning("pod %s refuses %s: %s", self.pod, send.verb, error)
+            self._note(logging.WARNING, f"refuses {send.verb}: {error}")
             self.view = AgentView(self.view.state, self.view.asof, self.view.error, f"{send.verb}: {error}")
             # Most likely another process, or a state that we have not seen yet.
             self.refresh()
             return
         except _CallFailed as error:
-            _LOG.info("pod %s: %s: %s", self.pod, send.verb, error)
+            self._note(logging.INFO, f"{send.verb}: {error}")
             self._failed(error)
             return
         except asyncio.CancelledError:
@@ -292,6 +293,12 @@ class _Link:
             _LOG.exception("sending %s to pod %s", send.verb, self.pod)
             return
         self._learned(state, began, refusal="")
+
+    def _note(self, level: int, words: str) -> None:
+        """Log what a request came to, once: it is repeated every second for as long as the pod is of no use."""
+        if words != self._noted:
+            _LOG.log(level, "pod %s: %s", self.pod, words)
+        self._noted = words
 
     def refresh(self) -> None:
         if self._refresh is None or self._refresh.done():
@@ -309,6 +316,7 @@ class _Link:
 
     def _learned(self, state: AgentState, began: float, refusal: str | None = None) -> None:
         old = self.view
+        self._noted = ""
         if old.state is not None and old.state.boot_id == state.boot_id:
             if state.revision < old.state.revision:
                 state = old.state  # an answer that was overtaken
