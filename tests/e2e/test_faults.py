@@ -40,7 +40,7 @@ from tests.e2e.results import Results
 from tests.e2e.world import Pod, World, named
 
 LOGS = ROOT / "build" / "e2e"
-HEAL_SECONDS = 150.0
+HEAL_SECONDS = 200.0
 """After the fault, or its end: a node, a server and a training run have started again, and everybody is in sync."""
 MEND_SECONDS = 240.0
 PATIENCE = float(os.environ.get("WEIGHTSYNC_PATIENCE", "1"))
