@@ -114,16 +114,17 @@ class Epoch:
 
     # -- join ------------------------------------------------------------------------------------------------
 
-    def join(self) -> PlanSummary:
+    def join(self, connecting: Callable[[], None] = lambda: None) -> PlanSummary:
         """Meet the other ranks, agree on the plan, connect. Raises `Failure` with the problem that all ranks
-        share."""
+        share. `connecting` is called before the transport is made: from there on only the end of this process may end
+        what hangs."""
         try:
-            return self._join()
+            return self._join(connecting)
         except BaseException as e:
             self.usable = False
             raise self._told(e) from e
 
-    def _join(self) -> PlanSummary:
+    def _join(self, connecting: Callable[[], None]) -> PlanSummary:
         request = self.request
         self._check_request()
         raw = connect_store(request.rendezvous, self.deadline, lambda: self.cancelled)
@@ -153,6 +154,7 @@ class Epoch:
         self._summed = self._summed_here(plan)
         store.steps = len(plan.steps)
         self._staging.release()
+        connecting()
         self._transport = self._kind(store, self.rank, request.world_size, request.host, self.deadline)
         self._agree(store, "connected", {}, lambda words: None, self.deadline, "its connections")
         return plan.summary

@@ -207,19 +207,20 @@ class Mover:
                 term=request.term,
                 epoch=request.epoch,
                 phase=EpochPhase.JOINING,
+                reusable=True,
             ),
             round=None,
         )
         epoch = Epoch(request, self.config.manifest, self.slab, self._staging)
         self._epoch = epoch
         limit = request.deadline_seconds + OVERDUE_SECONDS
-        self._start(lambda: self._run_join(epoch), limit, lambda: self._epoch_failed(epoch, _overdue("join")))
+        self._start(lambda: self._run_join(epoch), limit, lambda: self._join_overdue(epoch))
 
     def _run_join(self, epoch: Epoch) -> None:
         if epoch.cancelled:
             return
         try:
-            plan = epoch.join()
+            plan = epoch.join(lambda: self._connecting(epoch))
         except BaseException as e:
             self._epoch_failed(epoch, e)
             return
@@ -228,6 +229,11 @@ class Mover:
                 self._set(
                     epoch=self._state.epoch.model_copy(update={"phase": EpochPhase.JOINED, "plan": plan})
                 )
+
+    def _connecting(self, epoch: Epoch) -> None:
+        with self._lock:
+            if self._epoch is epoch and self._state.epoch is not None:
+                self._set(epoch=self._state.epoch.model_copy(update={"reusable": False}))
 
     def _epoch_failed(self, epoch: Epoch, error: BaseException) -> None:
         with self._lock:
@@ -285,6 +291,10 @@ class Mover:
         if epoch.hopeless:
             log.error("work is stuck on the GPU for ever: this mover ends, so that its spare takes over")
             threading.Timer(TELL_SECONDS, os._exit, (HOPELESS,)).start()
+
+    def _join_overdue(self, epoch: Epoch) -> None:
+        self._connecting(epoch)  # or stuck in the store: of no more use either
+        self._epoch_failed(epoch, _overdue("join"))
 
     def _transfer_overdue(self, epoch: Epoch, request: MoverTransfer) -> None:
         error = _overdue("transfer")

@@ -31,6 +31,8 @@ class MoverEpoch(Message):
     phase: EpochPhase
     plan: PlanSummary | None = None
     problem: Problem | None = None
+    reusable: bool = False
+    """JOINING or FAILED: the mover has met its peers in the epoch's store only, and can join another one as it is."""
 
 
 class MoverRound(Message):

@@ -1042,7 +1042,8 @@ def _drop_epoch(session: Session) -> tuple[Session, tuple[Effect, ...]]:
 
 
 def _clean(session: Session, local_rank: int) -> bool:
-    """Whether a mover can be told to join anew: it is in no collective, and its last epoch did not fail."""
+    """Whether a mover can be told to join anew: it is in no collective, and its last epoch did not fail, or only
+    before it had a communicator."""
     state, epoch = session.movers[local_rank], session.epoch
     if epoch is not None and epoch.joined.get(local_rank) == state.mover_id:
         mine = state.epoch is not None and state.epoch.epoch == epoch.request.epoch
@@ -1051,7 +1052,7 @@ def _clean(session: Session, local_rank: int) -> bool:
             return False
     if state.round is not None and state.round.phase is RoundPhase.TRANSFERRING:
         return False
-    return state.epoch is None or state.epoch.phase is EpochPhase.JOINED
+    return state.epoch is None or state.epoch.phase is EpochPhase.JOINED or state.epoch.reusable
 
 
 def _kill(session: Session, ranks: tuple[int, ...], why: str) -> tuple[Session, tuple[Effect, ...]]:
@@ -1061,6 +1062,19 @@ def _kill(session: Session, ranks: tuple[int, ...], why: str) -> tuple[Session, 
     movers = {i: s for i, s in session.movers.items() if i not in ranks}
     condemned = session.condemned | {mover_id for _, mover_id in victims}
     return replace(session, movers=movers, condemned=condemned), (KillMovers(victims, why),)
+
+
+def _entangled(session: Session) -> tuple[int, ...]:
+    """The movers that hold, or wait for, a communicator that will never be whole, which none could leave by itself; and
+    those that were told to join and have not said a word of it. Those that only wait in the store stay: else a deadline
+    that is shorter than the start of a mover would never be met, as each attempt would end the movers of all pods.
+    """
+    joined = session.epoch.joined if session.epoch is not None else {}
+    return tuple(
+        i
+        for i, s in session.movers.items()
+        if (s.epoch is not None and not s.epoch.reusable) or (s.epoch is None and joined.get(i) == s.mover_id)
+    )
 
 
 def _join_movers(session: Session) -> tuple[Session, tuple[Effect, ...]]:
@@ -1199,8 +1213,7 @@ def _see_epoch(session: Session) -> tuple[Session, tuple[Effect, ...]]:
             problem = state.epoch.problem or _problem(
                 "MoverFailed", "the mover gave no reason", epoch.request.first_rank + local_rank
             )
-            # A mover that still holds the broken communicator could not leave it by itself.
-            session, effects = _kill(session, tuple(session.movers), f"epoch failed: {problem.reason}")
+            session, effects = _kill(session, _entangled(session), f"epoch failed: {problem.reason}")
             session, more = _fail_epoch(session, problem)
             return session, effects + more
         if state.epoch.phase is EpochPhase.JOINED:
@@ -1381,7 +1394,7 @@ def _time_passed(session: Session, now: float) -> tuple[Session, tuple[Effect, .
     epoch = session.epoch
     if epoch is not None and epoch.phase is EpochPhase.JOINING and now >= epoch.deadline:
         late = _late_joiners(session)
-        session, kills = _kill(session, tuple(session.movers), "the epoch's deadline passed")
+        session, kills = _kill(session, _entangled(session), "the epoch's deadline passed")
         session, more = _fail_epoch(session, late)
         effects += kills + more
     round_ = session.round

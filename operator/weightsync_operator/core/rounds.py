@@ -75,8 +75,9 @@ _ENDED = (RoundPhase.COMMITTED, RoundPhase.ABORTED, RoundPhase.FAILED)
 class Settings:
     """Times in seconds that are ours, not the user's."""
 
-    quiet: float = 2.0
-    """A membership is left alone this long before an epoch is built of it."""
+    quiet: float = 0.5
+    """A membership is left alone this long before an epoch is built of it: pods that come together need one epoch. Who
+    comes later waits for the next one, and every recovery waits for this."""
     grace: float = 5.0
     """Added to the agents' own deadlines, so that their more exact message wins."""
     lead_wait: float = 2.0

@@ -116,7 +116,7 @@ async def test_a_mover_killed_in_the_middle_is_named_by_all_survivors_and_a_new_
     states = await fleet.transferred(DEADLINE + 3, RoundPhase.FAILED, survivors)
     assert time.monotonic() - started < DEADLINE + 1
     assert {s.round.problem.rank for s in states} == {victim}
-    assert all(s.epoch.phase == EpochPhase.FAILED for s in states)
+    assert all(s.epoch.phase == EpochPhase.FAILED and not s.epoch.reusable for s in states)
     assert all(m.slab.read_stamp() is None for m in survivors if m.rank >= TRAINERS)
     await fleet.new_mover(member, old)
     assert member.client.lost.state.mover_id == old
@@ -146,6 +146,25 @@ async def test_a_mover_frozen_in_the_middle_is_named_by_all_others_and_may_join_
     await fleet.transferred(DEADLINE + 10, RoundPhase.FAILED, [member])
     await fleet.join()
     fleet.transfer(f"frozen-{victim}")
+    await fleet.transferred()
+    fleet.check_bits()
+
+
+async def test_movers_that_waited_in_vain_for_a_frozen_one_join_the_next_epoch_as_they_are(fleet):
+    victim = fleet.members[4]
+    others = [m for m in fleet.members if m is not victim]
+    movers = [m.client.state.mover_id for m in fleet.members]
+    with stopped(victim.client.state.pid):
+        with pytest.raises(TimeoutError):
+            await fleet.join(3.0, EpochPhase.FAILED)
+        for member in others:
+            epoch = member.client.state.epoch
+            assert (epoch.phase, epoch.reusable, epoch.problem.rank) == (EpochPhase.FAILED, True, 4)
+    states = await fleet.join()
+    assert [s.mover_id for s in states] == movers
+    assert not any(s.epoch.reusable for s in states)
+    fleet.publish("again")
+    fleet.transfer("again")
     await fleet.transferred()
     fleet.check_bits()
 

@@ -121,6 +121,7 @@ class RealAgent(SimAgent):
                     phase=EpochPhase.FAILED if problem else EpochPhase.JOINED,
                     plan=None if problem else PLAN,
                     problem=problem,
+                    reusable=problem is not None and effect.local_rank % 2 == 0,
                 )
                 self.mover(effect.local_rank, epoch=joined, round=None)
             case machine.StartTransfer():

@@ -122,7 +122,13 @@ def mover_reports(draw: st.DrawFn) -> MoverReported:
         snapshot=draw(
             st.none() | st.just(Published(version=version_of(epoch, round_), sequence=10 * epoch + round_))
         ),
-        epoch=MoverEpoch(object_uid="uid-1", term=1, epoch=epoch, phase=phase),
+        epoch=MoverEpoch(
+            object_uid="uid-1",
+            term=1,
+            epoch=epoch,
+            phase=phase,
+            reusable=phase is not EpochPhase.JOINED and draw(st.booleans()),
+        ),
         round=MoverRound(epoch=epoch, round=round_, version=version_of(epoch, round_), phase=ended),
     )
     return MoverReported(local, state)

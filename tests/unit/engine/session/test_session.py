@@ -169,8 +169,12 @@ class Agent:
             effects += self.effects
         self.effects = effects
 
-    def mover_epoch(self, phase: EpochPhase, epoch: int = 1, problem: Problem | None = None) -> MoverEpoch:
-        return MoverEpoch(object_uid=UID, term=1, epoch=epoch, phase=phase, problem=problem)
+    def mover_epoch(
+        self, phase: EpochPhase, epoch: int = 1, problem: Problem | None = None, reusable: bool = False
+    ) -> MoverEpoch:
+        return MoverEpoch(
+            object_uid=UID, term=1, epoch=epoch, phase=phase, problem=problem, reusable=reusable
+        )
 
     def mover_round(self, phase: RoundPhase, round: int = 1, epoch: int = 1, **more: Any) -> MoverRound:
         return MoverRound(epoch=epoch, round=round, version="v1", phase=phase, bytes_total=100, **more)
@@ -388,6 +392,48 @@ def test_a_mover_that_fails_to_join_fails_the_epoch_with_its_own_words(server: A
     assert server.session.epoch is not None
     assert (server.session.epoch.phase, server.session.epoch.problem) == (EpochPhase.FAILED, BROKEN)
     assert server.did(KillMovers)
+
+
+@pytest.mark.parametrize("phase", [EpochPhase.JOINING, EpochPhase.FAILED])
+def test_movers_that_only_wait_in_the_store_outlive_an_epoch_that_fails_and_join_the_next(
+    server: Agent, phase: EpochPhase
+) -> None:
+    server.movers()
+    server.join()
+    server.movers(epoch=server.mover_epoch(EpochPhase.JOINING, reusable=True))
+    if phase is EpochPhase.FAILED:
+        server.movers(epoch=server.mover_epoch(phase, problem=BROKEN, reusable=True))
+    else:
+        server.wait(31)
+    assert server.epoch_phase is EpochPhase.FAILED
+    assert not server.did(KillMovers)
+    assert server.join(epoch=2) == ""
+    assert not server.did(KillMovers)
+    assert [j.message.epoch for j in server.did(JoinMover)] == [2, 2]
+
+
+def test_of_a_join_that_fails_only_those_are_killed_that_hold_a_communicator_or_say_nothing(
+    server: Agent,
+) -> None:
+    server.movers()
+    server.join()
+    server.movers(ranks=[1], epoch=server.mover_epoch(EpochPhase.JOINING))
+    server.wait(31)
+    assert server.did(KillMovers)[0].movers == ((0, "m0"), (1, "m1"))
+
+
+def test_a_mover_that_came_up_too_late_for_one_epoch_is_there_for_the_next(server: Agent) -> None:
+    server.movers(ranks=[0])
+    server.join()
+    server.movers(ranks=[0], epoch=server.mover_epoch(EpochPhase.JOINING, reusable=True))
+    server.wait(29)
+    server.movers(ranks=[1])
+    server.movers(ranks=[1], epoch=server.mover_epoch(EpochPhase.JOINING, reusable=True))
+    server.wait(2)
+    assert server.epoch_phase is EpochPhase.FAILED
+    assert not server.did(KillMovers)
+    assert server.join(epoch=2) == ""
+    assert [j.message.rank for j in server.did(JoinMover)] == [2, 3]
 
 
 def test_a_lost_mover_fails_the_epoch_and_is_named(server: Agent) -> None:
