@@ -353,12 +353,15 @@ def main() -> None:
     Path(options.out).mkdir(parents=True, exist_ok=True)
     store, where = open_store("127.0.0.1")
     world = options.trainers + options.workers
+    # Ours takes a buffer of a step's size; a whole embedding, as the peer sends it, needs M2N's own default beside it.
+    environment = {"NCCL_RESHARD_PACK_BUFFSIZES": "256m:1,2048m:4"} | os.environ
     ranks = [
         subprocess.Popen(
             [
                 *(sys.executable, "-m", "benchmarks.gpu_round", *sys.argv[1:], "--gpus", str(options.gpus)),
                 *("--rank", str(rank), "--store", f"{where.host}:{where.port}"),
-            ]
+            ],
+            env=environment,
         )
         for rank in range(world)
     ]
