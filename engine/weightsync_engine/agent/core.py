@@ -57,15 +57,7 @@ class Server(Protocol):
     def held(self) -> bool:
         """Whether the scheduler stands still since `hold`."""
 
-    async def flip(
-        self,
-        object_uid: str,
-        epoch: int,
-        round: int,
-        version: str,
-        deadline_seconds: float,
-        policy: FlipPolicy,
-    ) -> Problem | None:
+    async def flip(self, flip: machine.Flip) -> Problem | None:
         """Make the shadow live in every worker, between two steps. Idempotent; None: all have. One that fails leaves a
         held scheduler held."""
 
@@ -400,15 +392,7 @@ class AgentCore:
         async with self._server_lock:
             try:
                 problem = await asyncio.wait_for(
-                    self._server.flip(
-                        flip.object_uid,
-                        flip.epoch,
-                        flip.round,
-                        flip.version,
-                        flip.deadline_seconds,
-                        flip.policy,
-                    ),
-                    flip.deadline_seconds + FLIP_GRACE_SECONDS,
+                    self._server.flip(flip), flip.deadline_seconds + FLIP_GRACE_SECONDS
                 )
             except TimeoutError:
                 message = (

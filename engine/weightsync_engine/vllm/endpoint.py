@@ -23,6 +23,7 @@ from ..agent.credentials import TokenVerifier, Unauthorized
 from ..agent.routes import routes
 from ..protocol.messages import FlipPolicy, Problem
 from ..protocol.names import BACKEND
+from ..protocol.session import Flip
 from .guard import Guard, Verdict
 from .plugin import log_with_vllm
 from .server import VllmServer
@@ -152,15 +153,7 @@ class _Unfit(VllmServer):
     async def live(self) -> tuple[str | None, bool]:
         return None, False
 
-    async def flip(
-        self,
-        object_uid: str,
-        epoch: int,
-        round: int,
-        version: str,
-        deadline_seconds: float,
-        policy: FlipPolicy,
-    ) -> Problem | None:
+    async def flip(self, flip: Flip) -> Problem | None:
         return self.problem
 
     async def hold(self, policy: FlipPolicy, deadline_seconds: float) -> Problem | None:

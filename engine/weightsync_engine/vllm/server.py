@@ -12,6 +12,7 @@ from collections.abc import Awaitable
 from typing import Any, Protocol, TypeVar
 
 from ..protocol.messages import FlipPolicy, Problem
+from ..protocol.session import Flip
 
 log = logging.getLogger(__name__)
 
@@ -158,15 +159,7 @@ class VllmServer:
                 return Problem(reason="RequestsRunning", message=message)
             return None
 
-    async def flip(
-        self,
-        object_uid: str,
-        epoch: int,
-        round: int,
-        version: str,
-        deadline_seconds: float,
-        policy: FlipPolicy,
-    ) -> Problem | None:
+    async def flip(self, flip: Flip) -> Problem | None:
         """Make the shadow live in every worker while the scheduler stands still between two steps.
 
         By default running requests are kept: their KV is computed anew under the new weights, and the prefix cache is
@@ -174,7 +167,7 @@ class VllmServer:
         flip that fails leaves the scheduler as it was: going on, or held.
         """
         async with self._lock:
-            deadline = asyncio.get_running_loop().time() + deadline_seconds
+            deadline = asyncio.get_running_loop().time() + flip.deadline_seconds
             begun = time.perf_counter()
             problem: Problem | None = None
             held, done = self.held, False
@@ -183,16 +176,16 @@ class VllmServer:
                     if (problem := await self._look(deadline)) is not None:
                         return problem
                 except TimeoutError:
-                    return _late("before the flip", deadline_seconds)
+                    return _late("before the flip", flip.deadline_seconds)
             try:
                 if not held:
-                    problem = await self._pause(policy, deadline, deadline_seconds)
+                    problem = await self._pause(flip.policy, deadline, flip.deadline_seconds)
                 paused = copied = time.perf_counter()
                 if problem is None:
-                    problem = await self._copy(deadline, object_uid, epoch, round, version)
+                    problem = await self._copy(deadline, flip)
                     copied = time.perf_counter()
                 if problem is None:
-                    problem = await self._settle(deadline, version, policy)
+                    problem = await self._settle(deadline, flip.version, flip.policy)
                 done = problem is None
                 self.seconds = {
                     "pause": paused - begun,
@@ -200,13 +193,13 @@ class VllmServer:
                     "settle": time.perf_counter() - copied,
                 }
             except TimeoutError:
-                problem = _late("in the flip", deadline_seconds)
+                problem = _late("in the flip", flip.deadline_seconds)
             finally:
                 if done or not held:
                     self.held = False
                     await self._resume()
             self.seconds["all"] = time.perf_counter() - begun
-            log.info("flip to %s: %s", version, problem.message if problem else self.seconds)
+            log.info("flip to %s: %s", flip.version, problem.message if problem else self.seconds)
             return problem
 
     async def _look(self, deadline: float) -> Problem | None:
@@ -240,10 +233,11 @@ class VllmServer:
             return Problem(reason="RequestsRunning", message=message)
         return None
 
-    async def _copy(
-        self, deadline: float, object_uid: str, epoch: int, round_: int, version: str
-    ) -> Problem | None:
-        arguments = {"object_uid": object_uid, "epoch": epoch, "round": round_, "version": version}
+    async def _copy(self, deadline: float, flip: Flip) -> Problem | None:
+        version = flip.version
+        arguments = {
+            "object_uid": flip.object_uid, "epoch": flip.epoch, "round": flip.round, "version": version
+        }  # fmt: skip
         answers = await self._told(deadline, "weightsync_flip", arguments)
         if isinstance(answers, Problem):
             return answers

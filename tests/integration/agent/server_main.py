@@ -30,6 +30,7 @@ from weightsync_engine.layout.tensors import Expected, Piece, WorkerManifest
 from weightsync_engine.mover.slab import Slab, plan_slab
 from weightsync_engine.mover.supervisor import MoverSupervisor
 from weightsync_engine.protocol.messages import FlipPolicy, Problem
+from weightsync_engine.protocol.session import Flip
 
 
 class Worker:
@@ -72,19 +73,11 @@ class Server:
     def workers(self) -> int:
         return len(self._workers)
 
-    async def flip(
-        self,
-        object_uid: str,
-        epoch: int,
-        round: int,
-        version: str,
-        deadline_seconds: float,
-        policy: FlipPolicy,
-    ) -> None:
+    async def flip(self, flip: Flip) -> None:
         self.flips += 1
         for worker in self._workers:
             worker.flip()
-        self._version = version
+        self._version = flip.version
 
     held = False
 

@@ -26,7 +26,7 @@ from weightsync_engine.protocol.messages import (
     Transfer,
 )
 from weightsync_engine.protocol.mover import MoverEpoch, MoverRound, MoverState
-from weightsync_engine.protocol.session import AskDecision, MoverLost, MoverReported, Pod, Verdict
+from weightsync_engine.protocol.session import AskDecision, Flip, MoverLost, MoverReported, Pod, Verdict
 
 BOOT = "boot-0123456789"
 WHO = {"boot_id": BOOT, "object_uid": "uid-1", "term": 1}
@@ -48,22 +48,14 @@ class FakeServer:
         self.held = False
         self.calls: list[str] = []
 
-    async def flip(
-        self,
-        object_uid: str,
-        epoch: int,
-        round: int,
-        version: str,
-        deadline_seconds: float,
-        policy: FlipPolicy,
-    ) -> Problem | None:
+    async def flip(self, flip: Flip) -> Problem | None:
         self.flips += 1
         if self.hangs:
             await asyncio.Event().wait()
         if isinstance(self.fails, BaseException):
             raise self.fails
         if self.fails is None:
-            self.version, self.held = version, False
+            self.version, self.held = flip.version, False
         return self.fails
 
     async def hold(self, policy: FlipPolicy, deadline_seconds: float) -> Problem | None:

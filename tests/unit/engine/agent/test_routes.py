@@ -17,7 +17,7 @@ from weightsync_engine.agent.credentials import TokenVerifier
 from weightsync_engine.agent.decision import url
 from weightsync_engine.agent.routes import routes
 from weightsync_engine.protocol.messages import REQUESTS, AgentState, FlipPolicy, Problem, Rendezvous
-from weightsync_engine.protocol.session import Pod, sign
+from weightsync_engine.protocol.session import Flip, Pod, sign
 
 BOOT, UID, KEY = "boot-0123456789", "uid-1", "k" * 32
 SERVER = Pod("inference", BOOT, "vllm-0", "v-uid", "127.0.0.1", 1)
@@ -34,16 +34,8 @@ class FakeServer:
         self.version: str | None = None
         self.torn = False
 
-    async def flip(
-        self,
-        object_uid: str,
-        epoch: int,
-        round: int,
-        version: str,
-        deadline_seconds: float,
-        policy: FlipPolicy,
-    ) -> None:
-        self.version = version
+    async def flip(self, flip: Flip) -> None:
+        self.version = flip.version
 
     held = False
 

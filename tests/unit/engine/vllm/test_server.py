@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from weightsync_engine.protocol.messages import FlipPolicy
+from weightsync_engine.protocol.session import Flip
 from weightsync_engine.vllm import server as module
 from weightsync_engine.vllm.server import VllmServer
 
@@ -104,7 +105,7 @@ ABORT = FlipPolicy(requests="abort")
 
 
 async def flip(server: VllmServer, seconds: float = 5.0, policy: FlipPolicy = KEEP) -> Any:
-    return await server.flip("uid", 3, 7, "step-7", seconds, policy)
+    return await server.flip(Flip("uid", 3, 7, "step-7", seconds, policy))
 
 
 async def test_the_prefix_cache_is_emptied_once_after_the_copy_and_before_the_scheduler_goes_on(
