@@ -184,7 +184,10 @@ class Cell:
 
         def check() -> tuple[bool | None, object]:
             if names:
-                return world.serving(self.newest, *names) or None, {n: world.row(n) for n in names}
+                # A part that comes back before anybody misses it is not to be named.
+                told = not (expected.lasting and expected.culprits) or bool(self.culprit(before, struck))
+                good = world.serving(self.newest, *names) and told
+                return good or None, {n: world.row(n) for n in names} | {"named": told}
             if not expected.culprits:
                 return (True if time.time() - struck >= expected.within else None), ""
             return (True if self.culprit(before, struck) else None), world.history.status.get("conditions")

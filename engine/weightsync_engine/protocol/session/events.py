@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 from ..messages import EpochPhase, Problem, RoundPhase
@@ -68,14 +69,14 @@ def observe(session: Session, event: Event, now: float) -> tuple[Session, tuple[
 def _observe(session: Session, event: Event, now: float) -> tuple[Session, tuple[Effect, ...]]:
     match event:
         case MoverReported():
-            session, effects = _mover_reported(session, event)
+            session, effects = _mover_reported(session, event, now)
             return _note_progress(session, event.local_rank, now), effects
         case MoverLost():
             return _mover_lost(session, event)
         case StoreOpened(epoch, rendezvous):
             if session.epoch is None or session.epoch.request.epoch != epoch:
                 return session, (CloseStore(epoch),)
-            return join_movers(replace(session, epoch=replace(session.epoch, rendezvous=rendezvous)))
+            return join_movers(replace(session, epoch=replace(session.epoch, rendezvous=rendezvous)), now)
         case StoreFailed(epoch, problem):
             if session.epoch is None or session.epoch.request.epoch != epoch:
                 return session, ()
@@ -96,7 +97,7 @@ def _observe(session: Session, event: Event, now: float) -> tuple[Session, tuple
             return _time_passed(session, now)
 
 
-def _mover_reported(session: Session, event: MoverReported) -> tuple[Session, tuple[Effect, ...]]:
+def _mover_reported(session: Session, event: MoverReported, now: float) -> tuple[Session, tuple[Effect, ...]]:
     state, local_rank = event.state, event.local_rank
     if state.mover_id in session.condemned or local_rank >= session.pod.local_ranks:
         return session, ()
@@ -107,7 +108,7 @@ def _mover_reported(session: Session, event: MoverReported) -> tuple[Session, tu
     session = replace(session, movers={**session.movers, local_rank: state})
     if before is None or before.mover_id != state.mover_id:
         effects += tell_movers(session, only=local_rank) or tell_committed(session, local_rank)
-    for step in (_see_published, join_movers, _see_epoch, check_ready, _see_round):
+    for step in (_see_published, partial(join_movers, now=now), _see_epoch, check_ready, _see_round):
         session, more = step(session)
         effects += more
     return session, effects
@@ -301,7 +302,7 @@ def _time_passed(session: Session, now: float) -> tuple[Session, tuple[Effect, .
     epoch = session.epoch
     if epoch is not None and epoch.phase is EpochPhase.JOINING and now >= epoch.deadline:
         late = _late_joiners(session)
-        session, kills = kill_movers(session, entangled(session), "the epoch's deadline passed")
+        session, kills = kill_movers(session, entangled(session, overdue=True), "the epoch's deadline passed")
         session, more = fail_epoch(session, late)
         effects += kills + more
     round_ = session.round

@@ -156,7 +156,7 @@ def _join(session: Session, request: JoinEpoch, now: float) -> Answer:
     session = replace(session, epoch=epoch, last_epoch=request.epoch)
     if pod.lead:
         return Accepted(session, (*effects, OpenStore(request.epoch)))
-    session, joins = join_movers(session)
+    session, joins = join_movers(session, now)
     return Accepted(session, effects + joins)
 
 

@@ -44,6 +44,8 @@ LEARNT_FLIP_SECONDS = 60.0
 """Deadline of a flip whose decision was learnt from the lead's agent, where no commit request gave one."""
 
 
+LEAST_JOIN_SECONDS = 0.5
+"""With less time left a mover is not told to join any more."""
 REMEMBERED_DECISIONS = 16
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..messages import EpochPhase, Problem, RoundPhase
-from ..mover import MoverJoin, MoverOutcome
+from ..mover import MoverJoin, MoverOutcome, MoverState
 from .state import (
     FINAL,
+    LEAST_JOIN_SECONDS,
     ORDER,
     REMEMBERED_DECISIONS,
     SETTLE_SECONDS,
@@ -268,7 +269,7 @@ def _clean(session: Session, local_rank: int) -> bool:
             return False
     if state.round is not None and state.round.phase is RoundPhase.TRANSFERRING:
         return False
-    return state.epoch is None or state.epoch.phase is EpochPhase.JOINED or state.epoch.reusable
+    return state.epoch is None or state.epoch.phase is EpochPhase.JOINED or _left_unhurt(state)
 
 
 def kill_movers(session: Session, ranks: tuple[int, ...], why: str) -> tuple[Session, tuple[Effect, ...]]:
@@ -280,23 +281,37 @@ def kill_movers(session: Session, ranks: tuple[int, ...], why: str) -> tuple[Ses
     return replace(session, movers=movers, condemned=condemned), (KillMovers(victims, why),)
 
 
-def entangled(session: Session) -> tuple[int, ...]:
-    """The movers that hold, or wait for, a communicator that will never be whole, which none could leave by itself; and
-    those that were told to join and have not said a word of it. Those that only wait in the store stay: else a deadline
-    that is shorter than the start of a mover would never be met, as each attempt would end the movers of all pods.
+def _left_unhurt(state: MoverState) -> bool:
+    """Whether a mover has given up an epoch in whose store alone it had waited."""
+    return state.epoch is not None and state.epoch.phase is EpochPhase.FAILED and state.epoch.reusable
+
+
+def entangled(session: Session, overdue: bool = False) -> tuple[int, ...]:
+    """The movers to end with an epoch that failed: those that hold a communicator that will never be whole, or wait for
+    it, as none could leave by itself. Who waited in the store only is kept: else a deadline that is shorter than the
+    start of a mover would never be met, as each attempt would end the movers of all pods. `overdue`: the deadline has
+    passed, before which each of these gives up by itself, unless it is frozen.
     """
     joined = session.epoch.joined if session.epoch is not None else {}
-    return tuple(
-        i
-        for i, s in session.movers.items()
-        if (s.epoch is not None and not s.epoch.reusable) or (s.epoch is None and joined.get(i) == s.mover_id)
-    )
+
+    def kept(local_rank: int, state: MoverState) -> bool:
+        if state.epoch is None:
+            return (
+                joined.get(local_rank) != state.mover_id
+            )  # else it was told to join, and has not said a word
+        return state.epoch.reusable and (state.epoch.phase is EpochPhase.FAILED or not overdue)
+
+    return tuple(i for i, s in session.movers.items() if not kept(i, s))
 
 
-def join_movers(session: Session) -> tuple[Session, tuple[Effect, ...]]:
-    """Tell every connected mover that was not told yet, as soon as the store's address is known."""
+def join_movers(session: Session, now: float) -> tuple[Session, tuple[Effect, ...]]:
+    """Tell every connected mover that was not told yet, as soon as the store's address is known; one that comes too
+    late for this epoch waits for the next."""
     epoch = session.epoch
     if epoch is None or epoch.phase is not EpochPhase.JOINING or epoch.rendezvous is None:
+        return session, ()
+    left = epoch.deadline - now
+    if left < LEAST_JOIN_SECONDS:
         return session, ()
     request, pod = epoch.request, session.pod
     effects: list[Effect] = []
@@ -318,7 +333,7 @@ def join_movers(session: Session) -> tuple[Session, tuple[Effect, ...]]:
             transport=request.transport,
             server=pod.uid or pod.name,
             who=who_is(pod, local_rank),
-            deadline_seconds=request.deadline_seconds,
+            deadline_seconds=left,
         )
         effects.append(JoinMover(local_rank, message))
     return replace(session, epoch=replace(epoch, joined=joined)), tuple(effects)

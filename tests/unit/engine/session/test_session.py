@@ -394,22 +394,29 @@ def test_a_mover_that_fails_to_join_fails_the_epoch_with_its_own_words(server: A
     assert server.did(KillMovers)
 
 
-@pytest.mark.parametrize("phase", [EpochPhase.JOINING, EpochPhase.FAILED])
-def test_movers_that_only_wait_in_the_store_outlive_an_epoch_that_fails_and_join_the_next(
-    server: Agent, phase: EpochPhase
+def test_movers_that_only_waited_in_the_store_outlive_an_epoch_that_fails_and_join_the_next(
+    server: Agent,
 ) -> None:
     server.movers()
     server.join()
     server.movers(epoch=server.mover_epoch(EpochPhase.JOINING, reusable=True))
-    if phase is EpochPhase.FAILED:
-        server.movers(epoch=server.mover_epoch(phase, problem=BROKEN, reusable=True))
-    else:
-        server.wait(31)
+    server.movers(epoch=server.mover_epoch(EpochPhase.FAILED, problem=BROKEN, reusable=True))
+    server.wait(31)
     assert server.epoch_phase is EpochPhase.FAILED
     assert not server.did(KillMovers)
     assert server.join(epoch=2) == ""
     assert not server.did(KillMovers)
     assert [j.message.epoch for j in server.did(JoinMover)] == [2, 2]
+
+
+def test_a_mover_that_still_waits_in_the_store_when_the_deadline_passes_is_frozen_and_killed(
+    server: Agent,
+) -> None:
+    server.movers()
+    server.join()
+    server.movers(epoch=server.mover_epoch(EpochPhase.JOINING, reusable=True))
+    server.wait(31)
+    assert server.did(KillMovers)[0].movers == ((0, "m0"), (1, "m1"))
 
 
 def test_of_a_join_that_fails_only_those_are_killed_that_hold_a_communicator_or_say_nothing(
@@ -428,12 +435,25 @@ def test_a_mover_that_came_up_too_late_for_one_epoch_is_there_for_the_next(serve
     server.movers(ranks=[0], epoch=server.mover_epoch(EpochPhase.JOINING, reusable=True))
     server.wait(29)
     server.movers(ranks=[1])
+    assert [j.message.deadline_seconds for j in server.did(JoinMover)] == [pytest.approx(1)]
     server.movers(ranks=[1], epoch=server.mover_epoch(EpochPhase.JOINING, reusable=True))
+    server.movers(epoch=server.mover_epoch(EpochPhase.FAILED, problem=BROKEN, reusable=True))
     server.wait(2)
     assert server.epoch_phase is EpochPhase.FAILED
     assert not server.did(KillMovers)
     assert server.join(epoch=2) == ""
     assert [j.message.rank for j in server.did(JoinMover)] == [2, 3]
+
+
+def test_a_mover_that_comes_up_at_the_last_moment_is_told_of_the_next_epoch_only(server: Agent) -> None:
+    server.movers(ranks=[0])
+    server.join()
+    server.wait(29.8)
+    server.movers(ranks=[1])
+    assert not server.did(JoinMover)
+    server.wait(1)
+    assert server.join(epoch=2) == ""
+    assert 1 in [j.local_rank for j in server.did(JoinMover)]
 
 
 def test_a_lost_mover_fails_the_epoch_and_is_named(server: Agent) -> None:
