@@ -87,8 +87,8 @@ class Expected:
     """Who serves the version that was on its way, before anything is undone: all servers, all but the victim, or
     nobody (then the old version is served on)."""
     within: float
-    """Detection deadline: `meanwhile` holds, and the culprit of a fault that lasts is named, after this, `SLACK` and one
-    round."""
+    """Detection deadline: `meanwhile` holds, and the culprit of a fault that lasts is named, after this, `SLACK` and
+    one round."""
     culprits: tuple[str, ...] = ()
     """One of these pods must be named by the object; empty: there is none to name."""
     lasting: bool = False
