@@ -139,6 +139,7 @@ class Cell:
 
     def carry_out(self) -> None:
         world, expected = self.world, self.expected
+        world.wait_spares()
         world.aim()
         before = world.history.status
         hit = Hit(world, self.run.faults[0], self.run.target, self.victim, self.other)

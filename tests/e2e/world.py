@@ -402,6 +402,18 @@ class World:
         """The object's word on one member."""
         return next((m for m in self.history.status.get("members", ()) if m["pod"] == pod), {})
 
+    def wait_spares(self, seconds: float = 90) -> None:
+        """Wait until every pod has a mover and a spare that has started: what an earlier fault has used up is back."""
+
+        def check() -> tuple[bool | None, object]:
+            lacking = []
+            for pod in [*self.servers(), *map(pod_of, self.fleet.pods("trainer"))]:
+                names = [p.name for p in self.nodes.processes(pod.node, pod.uid)]
+                lacking += [pod.name] * ("ws-mover-0" not in names or "ws-spare" not in names)
+            return (True if not lacking else None), lacking
+
+        wait_until("a spare mover in every pod", check, seconds, every=0.5)
+
     def aim(self) -> None:
         """Tell the witness where the servers are."""
         addresses = " ".join(s.ip for s in self.servers() if s.ip)
