@@ -189,6 +189,8 @@ class InferenceFacts(Message):
     """The guard lets generation through."""
     closed_because: str = ""
     """What /readyz waits for, in words, while not serving."""
+    starting: bool = False
+    """Not every mover has been up yet since this agent began: an epoch with this pod would wait for them."""
     halted: Halted | None = None
     """Not a token is generated here until this round is over: as `Halt` asked for, and done."""
 

@@ -1,6 +1,6 @@
 """Every label, route, header, port and environment variable that operator, agents and users share."""
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Raised by every change that an older operator or agent would misread. Unlike versions never talk."""
 
 GROUP = "weightsync.dev"

@@ -244,6 +244,11 @@ def _agent_remark(pod: Pod, now: float) -> Remark | None:
         return because(names.AGENT_MALFORMED, f"{where} names no trainer ranks or no run id")
     if pod.role == ROLE_INFERENCE and (inference is None or inference.workers < 1):
         return because(names.AGENT_MALFORMED, f"{where} names no workers")
+    if inference is not None and inference.starting:
+        return because(
+            names.MOVERS_STARTING,
+            f"pod {pod.name}: its movers are starting; if this stays, the pod's log says why they do not",
+        )
     return None
 
 

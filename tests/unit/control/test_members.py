@@ -49,6 +49,14 @@ def test_only_running_pods_whose_agent_answers_are_members() -> None:
     assert {remark.pod for remark in roster.remarks if remark.expected} == {"b", "c", "d"}
 
 
+def test_a_server_whose_movers_are_still_starting_holds_up_no_epoch() -> None:
+    roster = resolve(
+        [TRAINER, pod_with(inference_state("a")), pod_with(inference_state("b", starting=True))], 1000.0
+    )
+    assert [member.pod for member in roster.inference] == ["a"]
+    assert [(remark.pod, remark.reason) for remark in roster.remarks] == [("b", names.MOVERS_STARTING)]
+
+
 def test_ranks_are_gapless_and_independent_of_the_order_of_the_list() -> None:
     pods = [
         pod_with(trainer_state("t-b", ranks=(0, 1), world=4)),

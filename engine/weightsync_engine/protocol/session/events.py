@@ -105,7 +105,7 @@ def _mover_reported(session: Session, event: MoverReported, now: float) -> tuple
     effects: tuple[Effect, ...] = ()
     if before is not None and before.mover_id != state.mover_id:
         session, effects = _mover_lost(session, MoverLost(local_rank, before.mover_id))
-    session = replace(session, movers={**session.movers, local_rank: state})
+    session = replace(session, movers={**session.movers, local_rank: state}, met=session.met | {local_rank})
     if before is None or before.mover_id != state.mover_id:
         effects += tell_movers(session, only=local_rank) or tell_committed(session, local_rank)
     for step in (_see_published, partial(join_movers, now=now), _see_epoch, check_ready, _see_round):

@@ -187,6 +187,8 @@ class Session:
     epoch: Epoch | None = None
     round: Round | None = None
     movers: dict[int, MoverState] = field(default_factory=dict)
+    met: frozenset[int] = frozenset()
+    """Local ranks whose mover has been up at some time."""
     """Local rank -> what its mover said last. Absent: no mover is connected."""
     condemned: frozenset[str] = frozenset()
     """Movers that were told to die: whatever they still say counts for nothing."""

@@ -53,6 +53,7 @@ def agent_state(session: Session, revision: int, problem: Problem | None = None)
             in_place=pod.in_place,
             serving=session.guard.open,
             closed_because=session.guard.because,
+            starting=len(session.met) < pod.local_ranks,
             halted=None
             if session.halt is None or session.halt.step != "done"
             else Halted(term=session.halt.term, round=session.halt.round),

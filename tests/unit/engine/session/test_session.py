@@ -456,6 +456,21 @@ def test_a_mover_that_comes_up_at_the_last_moment_is_told_of_the_next_epoch_only
     assert 1 in [j.local_rank for j in server.did(JoinMover)]
 
 
+def test_a_server_says_that_its_movers_are_starting_until_each_has_been_up_once(server: Agent) -> None:
+    def starting() -> bool:
+        facts = agent_state(server.session, 1).inference
+        assert facts is not None
+        return facts.starting
+
+    assert starting()
+    server.movers(ranks=[1])
+    assert starting()
+    server.movers(ranks=[0])
+    assert not starting()
+    server.see(MoverLost(1, "m1"))
+    assert not starting(), "its spare takes over"
+
+
 def test_a_lost_mover_fails_the_epoch_and_is_named(server: Agent) -> None:
     server.to(RoundPhase.READY)
     server.see(MoverLost(1, "m1"))
