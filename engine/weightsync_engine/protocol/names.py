@@ -46,7 +46,8 @@ ENV_PORT = "WEIGHTSYNC_PORT"
 """Optional; the port of a trainer pod's agent. Default: DEFAULT_TRAINER_PORT."""
 ENV_STAGING_MIB = "WEIGHTSYNC_STAGING_MIB"
 """Optional; device memory that each mover sets aside for its transport's buffers, in MiB. Default: four times
-WEIGHTSYNC_STEP_BYTES, 1024 where that is not set."""
+WEIGHTSYNC_STEP_BYTES, 1024 where that is not set: what nccl_m2n uses at most. nccl_p2p stages only what is no run of
+memory, in up to three steps at once."""
 
 ENV_STEP_BYTES = "WEIGHTSYNC_STEP_BYTES"
 """The most that one rank holds of one step, in bytes; default: what the transport does best with (64 MiB for gloo,
