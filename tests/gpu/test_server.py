@@ -274,7 +274,12 @@ def test_a_trainer_that_is_killed_in_a_transfer_costs_the_servers_nothing_but_th
     fleet.prepare("orphan")
     with stopped(mover(staged)):  # so that the transfer does not end before
         fleet.tell("transfer", epoch=fleet.epoch, round=fleet.round, deadline_seconds=10)
-        time.sleep(0.3)
+        operator.until(
+            in_place.url,
+            lambda s: s.round is not None and s.round.phase is RoundPhase.TRANSFERRING,
+            10,
+            "begun",
+        )
         fleet.trainer.kill()  # type: ignore[attr-defined]
         began = time.monotonic()
     for one in fleet.servers:

@@ -220,7 +220,7 @@ class Mover:
         if epoch.cancelled:
             return
         try:
-            plan = epoch.join(lambda: self._connecting(epoch))
+            plan = epoch.join(lambda: self._tied_to(epoch))
         except BaseException as e:
             self._epoch_failed(epoch, e)
             return
@@ -230,7 +230,8 @@ class Mover:
                     epoch=self._state.epoch.model_copy(update={"phase": EpochPhase.JOINED, "plan": plan})
                 )
 
-    def _connecting(self, epoch: Epoch) -> None:
+    def _tied_to(self, epoch: Epoch) -> None:
+        """From here on this process may hang in the epoch for ever: no other one can use it."""
         with self._lock:
             if self._epoch is epoch and self._state.epoch is not None:
                 self._set(epoch=self._state.epoch.model_copy(update={"reusable": False}))
@@ -293,7 +294,7 @@ class Mover:
             threading.Timer(TELL_SECONDS, os._exit, (HOPELESS,)).start()
 
     def _join_overdue(self, epoch: Epoch) -> None:
-        self._connecting(epoch)  # or stuck in the store: of no more use either
+        self._tied_to(epoch)
         self._epoch_failed(epoch, _overdue("join"))
 
     def _transfer_overdue(self, epoch: Epoch, request: MoverTransfer) -> None:
