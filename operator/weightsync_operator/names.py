@@ -96,6 +96,9 @@ NOT_HALTED = "NotHalted"
 OPERATOR_RESTARTED = "OperatorRestarted"
 SUPERSEDED = "Superseded"
 
+STARTING = frozenset({NOT_RUNNING, NO_ADDRESS, AGENT_SILENT, MOVERS_STARTING})
+"""What is said of a pod that may only need time."""
+
 # Events that are no condition's reason.
 EVENT_COMMITTED = "Committed"
 EVENT_PRECISION_LOST = "PrecisionLost"

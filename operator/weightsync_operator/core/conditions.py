@@ -76,8 +76,7 @@ def _a_pod_is_not_right(view: View) -> Verdict | None:
     if not wrong:
         return None
     # What a person must mend comes before a pod that is only starting.
-    starting = (names.AGENT_SILENT, names.NOT_RUNNING, names.NO_ADDRESS)
-    wrong.sort(key=lambda remark: (remark.reason in starting, remark.takes_part))
+    wrong.sort(key=lambda remark: (remark.reason in names.STARTING, remark.takes_part))
     more = f" (and {_count(len(wrong) - 1, 'other pod')})" if len(wrong) > 1 else ""
     return Verdict("False", wrong[0].reason, wrong[0].message + more)
 

@@ -495,9 +495,10 @@ class _Planner:
 
     def _note_remarks(self) -> None:
         """One event for each thing that is wrong with a pod; a server that is still starting is not wrong."""
-        starting = (names.AGENT_SILENT, names.NOT_RUNNING, names.NO_ADDRESS)
         worth: list[Remark] = [
-            remark for remark in self.roster.remarks if not remark.expected and remark.reason not in starting
+            remark
+            for remark in self.roster.remarks
+            if not remark.expected and remark.reason not in names.STARTING
         ]
         for remark in worth:
             if (remark.pod, remark.reason) not in self.memory.noted:
@@ -1248,7 +1249,7 @@ class _Planner:
                     self._gate(pod, False, remark.reason, remark.message)
             elif pod.gate is not None and pod.gate.status and pod.name in remarks:
                 remark = remarks[pod.name]
-                if remark.reason not in (names.AGENT_SILENT, names.NOT_RUNNING, names.NO_ADDRESS):
+                if remark.reason not in names.STARTING:
                     self._gate(pod, False, remark.reason, remark.message)
 
     def _gate(self, pod: Pod, status: bool, reason: str, message: str) -> None:

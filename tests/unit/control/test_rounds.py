@@ -6,9 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.unit.control.builders import WALL, Sim, pod_with
+from tests.unit.control.builders import WALL, Sim, inference_state, pod_with
 
 from weightsync_engine.protocol.messages import (
+    AgentState,
     EpochPhase,
     EpochState,
     FlipPolicy,
@@ -19,7 +20,7 @@ from weightsync_engine.protocol.messages import (
 from weightsync_operator import names
 from weightsync_operator.api.types import MAX_EARLIER
 from weightsync_operator.core.members import AgentView
-from weightsync_operator.core.rounds import RoundRun, committed_version, usable_host
+from weightsync_operator.core.rounds import RoundRun, committed_version, plan, usable_host
 from weightsync_operator.core.status import report
 
 
@@ -563,6 +564,20 @@ def test_a_pod_that_starts_up_holds_back_nothing_with_a_barrier() -> None:
     sim.observed = with_newcomer  # type: ignore[method-assign]
     sim.publish("step-2", 2)
     sim.run(lambda: sim.committed("step-2"))
+
+
+@pytest.mark.parametrize(
+    "state, told",
+    [(inference_state("vllm-9", starting=True), False), (inference_state("vllm-9", workers=0), True)],
+)
+def test_a_pod_that_is_out_of_order_is_told_as_an_event_and_one_that_only_starts_is_not(
+    state: AgentState, told: bool
+) -> None:
+    sim = at_version()
+    pod = pod_with(state)
+    seen = sim.observed()
+    events = plan(sim.memory, replace(seen, pods=(*seen.pods, pod))).events
+    assert any(event.cause == pod.name for event in events) is told
 
 
 def test_a_restarted_operator_ends_the_halt_of_an_undecided_round() -> None:
