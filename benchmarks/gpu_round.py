@@ -1,15 +1,22 @@
 """One round over the GPUs of this host, by every transport and beside what it is compared with.
 
+    python -m benchmarks.gpu_round
     python -m benchmarks.gpu_round --gpus 2 --trainers 1 --workers 1 --model qwen3-8b
+
+Without a shape it runs the standard ones for this host's GPUs, half of them trainers: to one server cut over the other
+half, to a server on each of them, and a model of experts to one server that is expert parallel.
 
 One process a rank, all on this host; ranks share GPUs where there are fewer of those (then start CUDA MPS, and set
 NCCL_MULTI_RANK_GPU_ENABLE=1). Everything is moved for real and compared bit for bit at the end of each way. Ways:
 
     nccl_m2n, nccl_p2p    our plan, by our transports
-    m2n per parameter     one reshard a parameter, fused parameters whole to every worker: the plan of vLLM's backend
-    send/recv             plain NCCL, each rank's bytes as messages of 1 GiB (needs as many trainers as workers)
+    per_parameter         one reshard a parameter, fused ones and experts whole to every worker: the plan of vLLM's M2N
+    broadcast             plain NCCL, every trainer's shard to all ranks in messages of 1 GiB, nothing unpacked: less
+                          than what an all-gather and a broadcast cost
+    plain                 send/recv by plain NCCL, each rank's bytes as messages of 1 GiB (as many trainers as workers)
 
-Times are of the slowest rank, in milliseconds: best and median of the rounds after two that warm up.
+Times are of the slowest rank, in milliseconds: best and median of the rounds after two that warm up. Bytes a second
+are of the rank that sends or receives most, and a share of what NVLink gives one way where each rank has a GPU.
 """
 
 from __future__ import annotations
@@ -210,6 +217,9 @@ class Rank:
             self.scoped("peer"), self.rank, self.world, "127.0.0.1", time.monotonic() + 120
         )
         trainers, workers = self.options.trainers, self.options.workers
+        tensor = self.options.tensor or workers
+        everywhere = m2n.Mesh((workers, 1), trainers), (m2n.Replicate(), m2n.Shard(0))
+        servers = m2n.Mesh((workers // tensor, tensor), trainers)
         calls: list[tuple[Any, ...]] = []
         pieces = {} if self.sends else {p.name: p for p in self.manifest.pieces}
         whole_bytes = 0
@@ -218,37 +228,36 @@ class Rank:
         for source in self.sources:
             module = source.name.split(".")[-2]
             fused = module in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj") or len(source.shape) == 1
-            cut = None if fused else {"o_proj": 1, "down_proj": 1}.get(module, 0)
-            mesh, placements = m2n.Mesh((workers, 1), trainers), (m2n.Replicate(), m2n.Shard(0))
-            if cut is not None:
-                mesh, placements = m2n.Mesh((workers,), trainers), (m2n.Shard(cut),)
-            shape = list(source.shape)
-            shape[0] //= trainers
-            local = list(source.shape)
-            if cut is not None:
-                local[cut] //= workers
+            cut = {"o_proj": 1, "down_proj": 1}.get(module, 0)
+            whole = fused or ".experts." in source.name
+            replicated = module == "gate"
+            mesh, placements = servers, (m2n.Replicate(), m2n.Shard(cut))
+            if whole or replicated:
+                mesh, placements = everywhere
+            owners = source.mesh.ranks
+            shape, local = list(source.shape), list(source.shape)
+            shape[0] //= len(owners)
+            if not (whole or replicated):
+                local[cut] //= tensor
+            piece = pieces.get(source.name)
+            region = None if piece is None else self.slab.tensor(piece.tensor)[_index(piece.region)]
+            data, copy = region, None
             if self.sends:
-                data = self.slab.tensor(source.name)
-            elif fused:
+                data = self.slab.tensor(source.name) if self.rank in owners else None
+            elif whole:
                 data = spare[: math.prod(local)].view(local)
-            else:
-                piece = pieces[source.name]
-                data = self.slab.tensor(piece.tensor)[_index(piece.region)]
-            copy = None
-            if not self.sends and fused:
-                piece = pieces[source.name]
-                copy = self.slab.tensor(piece.tensor)[_index(piece.region)], data[_index(piece.box)]
+                copy = None if piece is None else (region, data[_index(piece.box)])
             whole_bytes += math.prod(local) * DTYPE_BYTES[source.dtype]
-            calls.append((data, tuple(shape), tuple(local), mesh, placements, source.dtype, copy))
-        source_mesh, source_placements = m2n.Mesh((trainers,), 0), (m2n.Shard(0),)
+            held = m2n.Mesh((len(owners),), owners[0])
+            calls.append((data, tuple(shape), tuple(local), held, mesh, placements, source.dtype, copy))
 
         def once() -> None:
             stream = transport._stream
             with torch.cuda.stream(stream):
-                for data, shape, local, mesh, placements, dtype, copy in calls:
+                for data, shape, local, held, mesh, placements, dtype, copy in calls:
                     m2n.reshard(
                         data if self.sends else None, None if self.sends else data, transport._comm, stream,
-                        src_mesh=source_mesh, src_placements=source_placements, src_local_shape=shape,
+                        src_mesh=held, src_placements=(m2n.Shard(0),), src_local_shape=shape,
                         src_dtype=dtype, dst_mesh=mesh, dst_placements=placements, dst_local_shape=local,
                         dst_dtype=dtype, handle=transport._handle,
                     )  # fmt: skip
@@ -258,6 +267,30 @@ class Rank:
         result = self.rounds("peer", transport, once)
         transport.close()
         return {**result, "steps": len(calls), "bytes": whole_bytes}
+
+    def broadcast(self) -> dict[str, Any]:
+        """Every trainer's shard to all ranks, as it lies."""
+        from weightsync_engine.transport.nccl import P2PTransport
+
+        transport = P2PTransport(
+            self.scoped("broadcast"), self.rank, self.world, "127.0.0.1", time.monotonic() + 120
+        )
+        shards = [0] * self.options.trainers
+        for source in self.sources:
+            for root, box in shard_boxes(source).items():
+                shards[root] += box.size * DTYPE_BYTES[source.dtype] if box else 0
+        landing = [torch.empty(1 << 30, dtype=torch.uint8, device="cuda") for _ in range(2)]
+        messages = [(root, at) for root, size in enumerate(shards) for at in range(0, size, 1 << 30)]
+
+        def once() -> None:
+            for turn, (root, at) in enumerate(messages):
+                size = min(1 << 30, shards[root] - at)
+                data = (self.slab.memory[at:] if root == self.rank else landing[turn % 2])[:size]
+                transport._comm.broadcast(data, data, root, stream=transport._stream)
+
+        result = self.rounds("broadcast", transport, once, check=False)
+        transport.close()
+        return {**result, "steps": len(messages), "bytes": sum(shards)}
 
     def plain(self) -> dict[str, Any]:
         """As many bytes as our plan moves, from trainer i to worker i, without any plan."""
@@ -298,6 +331,7 @@ def run_rank(options: argparse.Namespace) -> None:
             "nccl_m2n": lambda: made.ours("nccl_m2n"),
             "nccl_p2p": lambda: made.ours("nccl_p2p"),
             "per_parameter": made.per_parameter,
+            "broadcast": made.broadcast,
             "plain": made.plain,
         }[way]
         try:
@@ -322,43 +356,80 @@ def _rendezvous(where: str) -> Any:
     return Rendezvous(host=host, port=int(port))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count())
-    parser.add_argument("--trainers", type=int, default=1)
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument(
+def standard_shapes(gpus: int) -> list[list[str]]:
+    """Half of the GPUs train: to one server over the other half, to one on each, and experts to one server."""
+    half = str(max(gpus // 2, 1))
+    shape = ["--trainers", half, "--workers", half]
+    if half == "1":
+        return [shape]
+    experts = ["--model", "qwen3-30b-a3b", "--experts", half, "--expert-parallel", "--rounds", "3"]
+    return [shape, [*shape, "--tensor", "1"], [*shape, *experts]]
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--gpus", type=int, default=torch.cuda.device_count())
+    made.add_argument("--trainers", type=int, default=0)
+    made.add_argument("--workers", type=int, default=0)
+    made.add_argument(
         "--tensor", type=int, default=0, help="workers of one server; default: all are one server"
     )
-    parser.add_argument("--experts", type=int, default=1, help="expert parallel size of the trainer")
-    parser.add_argument("--expert-parallel", action="store_true", help="in the servers")
-    parser.add_argument("--model", choices=list(MODELS), default="qwen3-8b")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--ways", default="nccl_m2n,nccl_p2p,per_parameter,plain")
-    parser.add_argument(
+    made.add_argument("--experts", type=int, default=1, help="expert parallel size of the trainer")
+    made.add_argument("--expert-parallel", action="store_true", help="in the servers")
+    made.add_argument("--model", choices=list(MODELS), default="qwen3-8b")
+    made.add_argument("--rounds", type=int, default=7)
+    made.add_argument("--ways", default="nccl_m2n,nccl_p2p,per_parameter,broadcast,plain")
+    made.add_argument(
         "--profile", action="store_true", help="and which kernels a round's time on each GPU goes to"
     )
-    parser.add_argument("--out", default="build/gpu_round")
-    parser.add_argument("--limit", type=int, default=240, help="seconds for all")
-    parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
-    parser.add_argument("--store", default="", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    made.add_argument(
+        "--nvlink", type=float, default=450, help="GB/s in one direction; the default is an H200's"
+    )
+    made.add_argument("--out", default="build/gpu_round")
+    made.add_argument("--limit", type=int, default=240, help="seconds for all of a shape")
+    made.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
+    made.add_argument("--store", default="", help=argparse.SUPPRESS)
+    return made
+
+
+def main(arguments: list[str]) -> None:
+    options = parser().parse_args(arguments)
     if options.rank >= 0:
         run_rank(options)
         return
     if options.gpus < 1:
         raise SystemExit("there is no GPU: this benchmark measures nothing without one")
-    Path(options.out).mkdir(parents=True, exist_ok=True)
+    if bool(options.trainers) != bool(options.workers):
+        raise SystemExit("give both --trainers and --workers, or neither for the standard shapes")
+    shapes = [[]] if options.trainers else standard_shapes(options.gpus)
+    told = []
+    for shape in shapes:
+        told.append(measure([*arguments, *shape, "--gpus", str(options.gpus)]))
+    Path(options.out, "result.json").write_text(json.dumps(told, indent=1))
+
+
+def measure(arguments: list[str]) -> dict[str, Any]:
+    """One shape: starts its ranks, prints its table, and returns what it found."""
+    options = parser().parse_args(arguments)
+    tensor, world = options.tensor or options.workers, options.trainers + options.workers
+    if options.workers % tensor or options.trainers % options.experts:
+        raise SystemExit(
+            f"--workers {options.workers} must be whole servers of --tensor {tensor}, and --trainers "
+            f"{options.trainers} a multiple of --experts {options.experts}"
+        )
+    if options.trainers != options.workers and "plain" in options.ways.split(","):
+        raise SystemExit("the way plain needs as many trainers as workers: leave it out of --ways")
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    for old in out.glob("rank-*.json"):
+        old.unlink()
     store, where = open_store("127.0.0.1")
-    world = options.trainers + options.workers
     # Ours takes a buffer of a step's size; a whole embedding, as the peer sends it, needs M2N's own default beside it.
     environment = {"NCCL_RESHARD_PACK_BUFFSIZES": "256m:1,2048m:4"} | os.environ
     ranks = [
         subprocess.Popen(
             [
-                *(sys.executable, "-m", "benchmarks.gpu_round", *sys.argv[1:], "--gpus", str(options.gpus)),
+                *(sys.executable, "-m", "benchmarks.gpu_round", *arguments),
                 *("--rank", str(rank), "--store", f"{where.host}:{where.port}"),
             ],
             env=environment,
@@ -369,17 +440,21 @@ def main() -> None:
     try:
         for process in ranks:
             process.wait(max(until - time.monotonic(), 1))
+    except subprocess.TimeoutExpired:
+        raise SystemExit(f"the ranks were not done within {options.limit} s (--limit)") from None
     finally:
         for process in ranks:
             process.kill()
     del store
-    results = [json.loads(Path(options.out, f"rank-{r}.json").read_text()) for r in range(world)]
-    print(json.dumps(summary(options, results), indent=1))
-    print(table(options, results))
+    results = [json.loads((out / f"rank-{r}.json").read_text()) for r in range(world)]
+    found = summary(options, results)
+    print(json.dumps(found, indent=1))
+    print(table(options, results), flush=True)
     for rank, told in enumerate(results):
         for way, result in told.items():
             for kernel, calls, ms in result.get("kernels", ()):
                 print(f"rank {rank} {way:14} {ms:8.2f} ms {calls:5} x {kernel}")
+    return found
 
 
 def summary(options: argparse.Namespace, results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -407,6 +482,8 @@ def summary(options: argparse.Namespace, results: list[dict[str, Any]]) -> dict[
         "torch": torch.__version__,
         "trainers": options.trainers,
         "workers": options.workers,
+        "tensor": options.tensor or options.workers,
+        "experts": options.experts,
         "date": time.strftime("%Y-%m-%d"),
         "ways": ways,
     }
@@ -415,19 +492,21 @@ def summary(options: argparse.Namespace, results: list[dict[str, Any]]) -> dict[
 def table(options: argparse.Namespace, results: list[dict[str, Any]]) -> str:
     ways = summary(options, results)["ways"]
     base = ways.get("per_parameter", {}).get("median_ms")
-    lines = [f"{'way':16}{'best':>9}{'median':>9}{'GB/s':>8}{'x peer':>8}  steps  bits"]
+    alone = options.trainers + options.workers <= options.gpus
+    lines = [f"{'way':16}{'best':>9}{'median':>9}{'GB/s':>8}{'NVLink':>8}{'x peer':>8}  steps  bits"]
     for way, w in ways.items():
         if "error" in w:
             lines.append(f"{way:16} failed: {w['error']}")
             continue
         ratio = f"{w['median_ms'] / base:.2f}" if base else "-"
         rate = w["most_bytes"] / w["median_ms"] / 1e6
+        share = f"{rate / options.nvlink:.0%}" if alone else "-"
         bits = "right" if not w["wrong"] else f"WRONG: {w['wrong']}"
         lines.append(
-            f"{way:16}{w['best_ms']:9.1f}{w['median_ms']:9.1f}{rate:8.0f}{ratio:>8}  {w['steps']:5}  {bits}"
+            f"{way:16}{w['best_ms']:9.1f}{w['median_ms']:9.1f}{rate:8.0f}{share:>8}{ratio:>8}  {w['steps']:5}  {bits}"
         )
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
