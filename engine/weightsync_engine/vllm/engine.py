@@ -240,12 +240,12 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
             self._run_dir,
             staging_bytes=staging,
         )
-        if self.device.type == "cuda":
-            # vLLM measures free memory next, and sizes its KV cache by it: all of ours must be taken by then.
-            why = self.supervisor.wait_ready(UP_SECONDS)
-            if why:
-                self.problem = Problem(reason="MoverNotUp", message=why[:1024])
-                log.error("%s", why)
+        # vLLM measures free memory next, and sizes its KV cache by it: all of ours must be taken by then. And a server
+        # that answers can be in sync at once: nobody waits for its movers.
+        why = self.supervisor.wait_ready(UP_SECONDS)
+        if why:
+            self.problem = Problem(reason="MoverNotUp", message=why[:1024])
+            log.error("%s", why)
         log.info(
             "weightsync worker %d: %d parameters (%d for the draft model, %d by vLLM's loader), %s of %d bytes",
             self.rank,
