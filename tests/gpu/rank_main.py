@@ -87,6 +87,8 @@ def main() -> None:
         else:
             memory.fill_(77)
         torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
         begun = 0
         for step in steps:
             transport.begin(step, local)
@@ -96,6 +98,8 @@ def main() -> None:
                 begun -= 1
         for _ in range(begun):
             transport.finish(30, lambda n: None)
+        if turn == 0:
+            staged = torch.cuda.max_memory_allocated() - before
         if rank >= trainers:
             untouched = memory.clone()
             by_name = {s.name: s for s in sources}
@@ -116,8 +120,12 @@ def main() -> None:
                 wrong.append(f"round {turn}: memory beside the pieces was written")
     transport.close()
     Path(job["out"], f"{job['name']}-{rank}.json").write_text(
-        json.dumps({"wrong": wrong, "steps": len(plan.steps), "stacked": len(plan.stacked)})
-    )
+        json.dumps({
+            "wrong": wrong, "steps": len(plan.steps), "stacked": len(plan.stacked), "staged": staged,
+            "share": max((s.local_bytes for s in steps), default=0),
+            "parts": max((sum(len(b.parts) for b in s.blocks) for s in steps), default=0),
+        })
+    )  # fmt: skip
     sys.stdout.flush()
     os._exit(0)
 

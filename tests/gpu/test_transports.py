@@ -20,6 +20,7 @@ from tests.unit.engine.plan.test_stacks import layered
 
 from weightsync_engine.layout.codec import encode_sources, encode_worker
 from weightsync_engine.plan.groups import Worker
+from weightsync_engine.plan.validate import IN_FLIGHT
 from weightsync_engine.transport.store import open_store
 
 PARAMETERS = 40
@@ -90,8 +91,15 @@ def test_any_layout_arrives_bit_for_bit_and_nothing_beside_it_is_written(
         found = run(tmp_path_factory.mktemp("plan"), transport, world, step_bytes)
         assert [f["wrong"] for f in found] == [[]] * len(found)
         assert found[0]["steps"] > 0
+        # Of M2N each step in flight has a buffer of its own.
+        shares = IN_FLIGHT if transport == "nccl_m2n" else 1
+        for f in found:
+            assert f["staged"] <= shares * (f["share"] + 512 * f["parts"])
+        most.append(max(f["staged"] for f in found))
 
+    most: list[int] = []
     arrives()
+    assert max(most) > 0, "nothing was staged: the test shows nothing"
 
 
 def test_stacks_of_any_layout_arrive_bit_for_bit(tmp_path_factory: pytest.TempPathFactory) -> None:

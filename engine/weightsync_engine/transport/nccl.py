@@ -49,8 +49,6 @@ class _Begun:
     done: Any
     """Its last event."""
     bytes_moved: int
-    hold: tuple[Any, ...] = ()
-    """What the step uses until it is done."""
 
 
 class _Nccl(Transport):
@@ -138,6 +136,7 @@ class P2PTransport(_Nccl):
     def __init__(self, store: EpochStore, rank: int, world: int, host: str, deadline: float) -> None:
         super().__init__(store, rank, world, host, deadline)
         self._ready: dict[int, _Messages] = {}
+        self._staging = torch.empty(0, dtype=torch.uint8, device=self._device)
 
     def begin(self, step: LocalStep, local: LocalTensor) -> None:
         from nccl.core import group
@@ -147,25 +146,42 @@ class P2PTransport(_Nccl):
             messages = self._ready[step.index] = _messages(step, local)
         try:
             with torch.cuda.stream(self._stream):
-                staged = [torch.empty(r.numel(), dtype=r.dtype, device=r.device) for r in messages.scattered]
-                shaped = [flat.view(r.shape) for flat, r in zip(staged, messages.scattered, strict=True)]
+                staged = self._staged(messages.scattered)
                 if step.sends and staged:
-                    copy_all(shaped, messages.scattered)
+                    copy_all(staged, messages.scattered)
                 with group():
                     for at, peers in messages.order:
-                        data = messages.runs[at] if at >= 0 else staged[-1 - at]
+                        data = messages.runs[at] if at >= 0 else staged[-1 - at].view(-1)
                         for peer in peers:
                             move = self._comm.send if step.sends else self._comm.recv
                             move(data.view(torch.uint8), peer, stream=self._stream)
                 if not step.sends and staged:
-                    copy_all(messages.scattered, shaped)
+                    copy_all(messages.scattered, staged)
         except PeerFailure:
             raise
         except Exception as e:
             raise self._lost(step, e) from e
         done = _cuda.Event()
         done.record(self._stream)
-        self._begun.append(_Begun(step, done, _moved(step), (staged,)))
+        self._begun.append(_Begun(step, done, _moved(step)))
+
+    def _staged(self, scattered: list[torch.Tensor]) -> list[torch.Tensor]:
+        """A packed place for each. The steps take the same memory in turns, for they run one after the other on one
+        stream; so it is never more than a rank's share of one step."""
+        sizes = [-(-r.numel() * r.element_size() // _ALIGNED) * _ALIGNED for r in scattered]
+        if self._staging.numel() < sum(sizes):
+            self._staging = self._staging.new_empty(0)
+            torch.cuda.empty_cache()  # what was too small goes back first; waits for those that use it
+            self._staging = self._staging.new_empty(sum(sizes))
+        places = self._staging[: sum(sizes)].split(sizes)
+        return [
+            place[: r.numel() * r.element_size()].view(r.dtype).view(r.shape)
+            for place, r in zip(places, scattered, strict=True)
+        ]
+
+    def close(self) -> None:
+        super().close()
+        self._staging = self._staging.new_empty(0)
 
 
 @dataclass
@@ -179,6 +195,8 @@ class _Messages:
     """(index among the runs, or -1 - index among the scattered ones; peers), in order."""
 
 
+_ALIGNED = 512
+"""Bytes at which a staged part begins, as those in slabs do."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
