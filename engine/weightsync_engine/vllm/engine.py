@@ -240,12 +240,14 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
             self._run_dir,
             staging_bytes=staging,
         )
-        # vLLM measures free memory next, and sizes its KV cache by it: all of ours must be taken by then. And a server
-        # that answers can be in sync at once: nobody waits for its movers.
+        # A server that answers can then be in sync at once.
         why = self.supervisor.wait_ready(UP_SECONDS)
         if why:
-            self.problem = Problem(reason="MoverNotUp", message=why[:1024])
             log.error("%s", why)
+            if self.device.type == "cuda":
+                # vLLM measures free memory next, and sizes its KV cache by it: all of ours must be taken by then. On
+                # the CPU a mover may come later.
+                self.problem = Problem(reason="MoverNotUp", message=why[:1024])
         log.info(
             "weightsync worker %d: %d parameters (%d for the draft model, %d by vLLM's loader), %s of %d bytes",
             self.rank,
