@@ -38,6 +38,9 @@ UP_SECONDS = 120.0
 _BACKOFF = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 _STEADY_SECONDS = 10.0
 """A mover that lived this long ends a row of quick deaths."""
+_SPARE_AFTER = 5.0
+"""Seconds from a mover's death to the start of the next spare: the epoch and the round that mend what the death broke
+come first, which its imports would take a core from."""
 _SOCKET_PATH_MAX = 107
 _SCRUB = frozenset({
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
@@ -379,6 +382,7 @@ class MoverSupervisor:
             name, self._active = "mover", None
             self._quick_deaths = 1 if lived >= _STEADY_SECONDS else self._quick_deaths + 1
             self._start_at = now + _pause(self._quick_deaths)
+            self._spare_at = max(self._spare_at, now + _SPARE_AFTER)
         message = (
             f"{name} {child.process.pid} {why} after {lived:.1f} s; this process's log has its last words"
         )

@@ -9,7 +9,12 @@ import time
 import pytest
 from tests.integration.mover.fleet import make
 
-from weightsync_engine.mover.supervisor import MoverSupervisor, mover_environment, private_folder
+from weightsync_engine.mover.supervisor import (
+    _SPARE_AFTER,
+    MoverSupervisor,
+    mover_environment,
+    private_folder,
+)
 
 SCRIPT = """
 import multiprocessing, pathlib, sys, time
@@ -58,6 +63,23 @@ def test_the_mover_of_a_daemonic_process_leaves_when_that_is_killed(tmp_path):
         os.kill(parent, signal.SIGKILL)
         wait(lambda: gone(mover), 20, "the mover leaves after its parent")
         script.wait(20)
+
+
+def test_a_spare_takes_over_at_once_and_the_next_one_starts_when_that_is_mended(tmp_path):
+    slab, manifest = make(0, 1)
+    supervisor = MoverSupervisor("trainer", 0, slab, manifest, tmp_path / "run")
+    try:
+        assert supervisor.wait_ready(90) == ""
+        first, spare = supervisor.pid, supervisor._spare.process.pid
+        killed = time.monotonic()
+        os.kill(first, signal.SIGKILL)
+        wait(lambda: supervisor.pid == spare, 30, "the spare takes over")
+        assert time.monotonic() - killed < _SPARE_AFTER
+        wait(lambda: supervisor._spare is not None, 30, "the next spare")
+        assert time.monotonic() - killed >= _SPARE_AFTER
+    finally:
+        supervisor.close()
+        slab.close()
 
 
 def test_a_mover_that_cannot_start_is_a_stated_problem_and_tried_again_with_pauses(tmp_path):
