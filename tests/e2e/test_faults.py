@@ -141,6 +141,9 @@ class Cell:
         world, expected = self.world, self.expected
         world.wait_spares()
         world.aim()
+        # A process that an earlier cell restarted may not be missed yet; what a version passed through is whole.
+        settled = world.go()
+        world.wait_all_serve(lambda: settled, 60)
         before = world.history.status
         hit = Hit(world, self.run.faults[0], self.run.target, self.victim, self.other)
         held = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -192,6 +193,25 @@ def test_a_killed_agent_is_replaced_at_the_same_address_as_another_process(
     until(lambda: agent.pid not in (None, pid) and agent.wait_up(30) == "", 60)
     assert agent.port == port
     assert http.state()["boot_id"] != before["boot_id"]
+
+
+def test_an_agent_that_is_told_to_end_does_not_wait_for_an_open_long_poll(
+    agent: AgentSupervisor, cluster: Cluster
+) -> None:
+    http = Http(agent, cluster.token())
+    pid = agent.pid
+    assert pid is not None
+    revision = http.state()["revision"]
+    request = (
+        f"GET /weightsync/v1/state?seen={revision}&wait=9 HTTP/1.1\r\nHost: agent\r\n"
+        f"Authorization: {http.headers['Authorization']}\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", agent.port), timeout=10) as poll:
+        poll.sendall(request.encode())
+        http.state()  # answered after the poll was read
+        os.kill(pid, signal.SIGTERM)
+        until(lambda: not alive(pid), 1.5)
+        assert poll.recv(64).startswith(b"HTTP/1.1 200")
 
 
 def test_a_frozen_agent_is_replaced_at_the_same_address(agent: AgentSupervisor, cluster: Cluster) -> None:
