@@ -64,8 +64,8 @@ OUTAGE = 12.0
 SLACK = 2.0
 """Recovery takes at most the detection deadline, this, and one round (on a machine that all pods share: `SPARES`)."""
 SPARES = 4.0
-"""A failed join or transfer ends the movers of all pods, whose spares take over; all that work is done by the cores of one
-machine. Before new spares waited for that to be over, cells needed up to 4 s for it; those run since then, 2 s."""
+"""A failed join or transfer ends the movers of all pods, and their spares take over: all on the cores of one machine.
+Before new spares waited until that was over, cells needed up to 4 s more; those run since then, 2 s."""
 STARTS = 4.0
 """Where the fault makes a server start again at once, its imports take the cores of the machine that all pods share
 from those that go on."""
