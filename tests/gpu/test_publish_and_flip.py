@@ -36,6 +36,7 @@ def model(device: torch.device, total: int, dtype: torch.dtype) -> dict[str, tor
 def test_publish_returns_without_waiting_for_the_stream_and_casts(env, device):
     weights = model(device, 2 * GB, torch.float32)
     with Publisher(weights.items(), port=0, dtype=torch.bfloat16) as publisher:
+        publisher.publish("step-0")  # the first one of a process loads kernels
         for turn in range(1, 6):
             torch.cuda.synchronize()
             torch.cuda._sleep(int(1e9))  # about 500 ms of training work before
@@ -44,13 +45,13 @@ def test_publish_returns_without_waiting_for_the_stream_and_casts(env, device):
             took = time.perf_counter() - began
             for tensor in weights.values():
                 tensor.add_(1.0)  # training goes on at once
+            assert took < 0.25
             assert publisher._slab.read_stamp() is None, "the stamp showed before the copies"
             stamp = publisher._slab.wait_stamp(30)
             assert stamp.version == f"step-{turn}"
             for i, name in enumerate(weights):
                 assert bool((publisher._views[name] == i + turn - 1).all()), (turn, name)
             print(f"\npublish held the host for {took * 1e3:.2f} ms")
-            assert took < 0.25
     del publisher
     gc.collect()
 

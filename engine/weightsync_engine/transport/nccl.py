@@ -173,10 +173,10 @@ class P2PTransport(_Nccl):
             self._staging = self._staging.new_empty(0)
             torch.cuda.empty_cache()  # what was too small goes back first; waits for those that use it
             self._staging = self._staging.new_empty(sum(sizes))
-        places = self._staging[: sum(sizes)].split(sizes)
+        used: Any = self._staging[: sum(sizes)]  # whose split has no types
         return [
             place[: r.numel() * r.element_size()].view(r.dtype).view(r.shape)
-            for place, r in zip(places, scattered, strict=True)
+            for place, r in zip(used.split(sizes), scattered, strict=True)
         ]
 
     def close(self) -> None:
