@@ -36,7 +36,7 @@ def model(device: torch.device, total: int, dtype: torch.dtype) -> dict[str, tor
 def test_publish_returns_without_waiting_for_the_stream_and_casts(env, device):
     weights = model(device, 2 * GB, torch.float32)
     with Publisher(weights.items(), port=0, dtype=torch.bfloat16) as publisher:
-        # The stamp of a process's first publish was once there before the work below ended: held to be kernels that load.
+        # A process's first publish once showed its stamp before the work below ended; loading kernels is suspected.
         publisher.publish("step-0")
         for turn in range(1, 6):
             torch.cuda.synchronize()
