@@ -247,11 +247,12 @@ def test_a_wrong_table_names_the_entry(
 def test_the_operators_condition_has_the_words_of_the_command(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from dataclasses import replace
+
     from tests.unit.control.builders import Sim
     from tests.unit.control.test_status import shown
 
     from weightsync_engine.protocol.messages import PlanSummary
-    from weightsync_operator.core.rounds import replace
 
     summary = PlanSummary(
         digest="d",

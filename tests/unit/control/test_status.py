@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+from dataclasses import replace
 
 import pytest
 from tests.unit.control import builders
@@ -12,7 +13,7 @@ from tests.unit.control.builders import WALL, Sim
 from weightsync_engine.protocol.messages import PlanSummary, Problem
 from weightsync_operator import names
 from weightsync_operator.api.types import Report
-from weightsync_operator.core.rounds import plan, replace
+from weightsync_operator.core.rounds import plan
 from weightsync_operator.core.status import report
 
 
