@@ -62,13 +62,7 @@ API_START = 45.0
 OUTAGE = 12.0
 """How long a part that nobody can name is kept away."""
 SLACK = 2.0
-"""Recovery takes at most the detection deadline, this, and one round (on a machine that all pods share: `SPARES`)."""
-SPARES = 4.0
-"""A failed join or transfer ends the movers of all pods, and their spares take over: all on the cores of one machine.
-Before new spares waited until that was over, cells needed up to 4 s more; those run since then, 2 s."""
-STARTS = 4.0
-"""Where the fault makes a server start again at once, its imports take the cores of the machine that all pods share
-from those that go on."""
+"""Recovery takes at most the detection deadline, this, and one round."""
 STALL_LIMIT = 1.0
 """No step of the training loop may be held up for longer, whatever happens to others."""
 
@@ -134,11 +128,6 @@ def slow(run: Run) -> bool:
         run.faults[0] in ("kill", "restart")
     )
     return starts or run.target == "api-server" or (run.target == "operator" and run.faults == ("stop",))
-
-
-def starts(run: Run) -> bool:
-    """Whether a server starts again while those that are left come to the version."""
-    return run.target in ("node", "vllm-server", "vllm-worker") and run.faults[0] in ("kill", "restart")
 
 
 def expected(fault: Fault, target: Target, phase: Phase) -> Expected | str:

@@ -26,15 +26,12 @@ from tests.e2e.matrix import (
     SECOND,
     SLACK,
     SMOKE,
-    SPARES,
     STALL_LIMIT,
-    STARTS,
     VICTIM,
     Result,
     Run,
     runs,
     slow,
-    starts,
 )
 from tests.e2e.results import Results
 from tests.e2e.world import Pod, World, named
@@ -175,8 +172,7 @@ class Cell:
     def meanwhile(self, struck: float, before: dict[str, Any]) -> None:
         """Before anything is undone, and within the deadline."""
         expected, world = self.expected, self.world
-        shared = SPARES + (STARTS if starts(self.run) else 0.0)
-        allowed = PATIENCE * (expected.within + SLACK + shared + self.one_round)
+        allowed = PATIENCE * (expected.within + SLACK + self.one_round)
         self.found["allowed_s"] = round(allowed, 1)
         match expected.meanwhile:
             case "all":

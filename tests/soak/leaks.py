@@ -34,8 +34,8 @@ class Process:
 @dataclass
 class Look:
     processes: list[Process] = field(default_factory=list)
-    shm: set[str] = field(default_factory=set)
-    """Files of /dev/shm that these processes have mapped."""
+    shm: dict[str, set[str]] = field(default_factory=dict)
+    """Files of /dev/shm that these processes have mapped, and the processes' names."""
 
     @property
     def kinds(self) -> Counter[str]:
@@ -60,7 +60,9 @@ def look(world: World) -> Look:
             rollup = (proc / "smaps_rollup").read_text().splitlines()
             pss = next(int(line.split()[1]) << 10 for line in rollup if line.startswith("Pss:"))
             maps = (proc / "maps").read_text()
-            found.shm |= {line.split(maxsplit=5)[5] for line in maps.splitlines() if "/dev/shm/" in line}
+            for line in maps.splitlines():
+                if "/dev/shm/" in line:
+                    found.shm.setdefault(line.split(maxsplit=5)[5], set()).add(_name(pid))
             found.processes.append(
                 Process(
                     pid=pid,

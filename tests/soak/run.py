@@ -143,8 +143,15 @@ def soak(folder: Path, rounds: int, seed: int, servers: int, seconds: float = fl
     memory = [f"{found.pss / 1e6:.0f} MB" for found in (early or late, late)]
     print(f"memory of all processes together (PSS): {memory[0]} early, {memory[1]} late")
     print(f"the operator ended by itself {world.operator_ends} times, and was started again")
-    left = sorted(path for path in shm if Path(path).exists())
-    print(f"/dev/shm: {len(shm)} files in use at the end, {len(left)} left behind {left[:5]}")
+    left = {path: who for path, who in shm.items() if Path(path).exists()}
+    print(
+        f"/dev/shm: {len(shm)} files in use at the end, {len(left)} left behind, of {set().union(*left.values())}"
+    )
+    for path, who in left.items():
+        # Queues of vLLM's own, whose servers are ended by SIGKILL here. Nothing of ours has a name there.
+        Path(path).unlink(missing_ok=True)
+        if not any(name.startswith("VLLM::") for name in who):
+            grown.append(f"{path}, left behind by {sorted(who)}")
     deadline = time.monotonic() + 30
     while alive := list(world.processes()):
         if time.monotonic() > deadline:
