@@ -215,7 +215,7 @@ def report(figures: Figures, injector: Injector, askers: list[Asker], log: str, 
     print(", ".join(f"{what}: {count}" for what, count in failed.items()))
     print(times("rounds without a fault", figures.calm, "s"))
     print(times("rounds with faults", figures.troubled, "s"))
-    print(times("publish() in the training loop", figures.publish_ms, "ms"))
+    print(times("publish(), with the wait for a version still travelling", figures.publish_ms, "ms"))
     for kind, count in sorted(injector.happened.items()):
         print(f"  {count:4} x {kind}")
     if injector.missed:
