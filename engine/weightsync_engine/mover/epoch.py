@@ -37,8 +37,9 @@ from ..plan.validate import Envelope
 from ..protocol.messages import PlanSummary, Problem
 from ..protocol.mover import MoverJoin, MoverTransfer
 from ..protocol.names import ENV_STEP_BYTES, PROTOCOL_VERSION
-from ..transport.base import Agreed, Failure, PeerFailure, Transport
+from ..transport.base import Transport
 from ..transport.choose import choose, envelope
+from ..transport.failure import Agreed, Failure, PeerFailure
 from ..transport.presence import Presence
 from ..transport.store import EpochStore, check_cancelled, connect_store
 from .memory import Staging

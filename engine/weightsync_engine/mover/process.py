@@ -43,7 +43,7 @@ from ..protocol.mover import (
     MoverState,
     MoverTransfer,
 )
-from ..transport.base import Failure
+from ..transport.failure import Failure
 from .epoch import Epoch
 from .memory import Staging
 from .slab import Slab

@@ -1,43 +1,19 @@
-"""What every transport offers, and how failures are told."""
+"""What every transport offers."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from ..plan.plan import LocalPart, LocalStep
 from ..plan.validate import Envelope
-from ..protocol.messages import Problem
-
-if TYPE_CHECKING:
-    from .store import EpochStore
+from .store import EpochStore
 
 LocalTensor = Callable[[LocalPart], torch.Tensor]
 """Gives the region of this rank's slab that a part names, as a view of the part's own shape."""
-
-
-class Failure(Exception):
-    """A join or a transfer that failed, in the words for the person who has to mend it."""
-
-    def __init__(self, reason: str, message: str, rank: int | None = None) -> None:
-        super().__init__(message)
-        self.problem = Problem(reason=reason, message=message[:1024], rank=rank)
-
-    @classmethod
-    def of(cls, problem: Problem) -> Failure:
-        return cls(problem.reason, problem.message, problem.rank)
-
-
-class PeerFailure(Failure):
-    """A peer is late or lost: the communicator is of no use any more."""
-
-
-class Agreed(Failure):
-    """A verdict that every rank has read: nothing needs to be told, and the communicator is as good as
-    before."""
 
 
 class Transport(ABC):

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 from ..plan.validate import Envelope
 from ..protocol.names import ENV_STEP_BYTES
-from .base import Failure, Transport
+from .base import Transport
+from .failure import Failure
 from .gloo import GlooTransport
 
 MOST_STEP_BYTES = 2 << 30

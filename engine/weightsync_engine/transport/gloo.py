@@ -14,7 +14,8 @@ from torch.distributed import ProcessGroupGloo
 
 from ..plan.plan import LocalStep
 from ..plan.validate import Envelope
-from .base import Failure, LocalTensor, PeerFailure, Transport
+from .base import LocalTensor, Transport
+from .failure import Failure, PeerFailure
 from .store import EpochStore, GlooStore
 
 _PIECE_BYTES = 64 << 20

@@ -20,8 +20,9 @@ from ..plan.plan import LocalStep
 from ..plan.steps import Side, Step
 from ..plan.validate import IN_FLIGHT, M2N, Envelope
 from ..protocol.names import ENV_STEP_BYTES
-from .base import Failure, LocalTensor, PeerFailure, Transport
+from .base import LocalTensor, Transport
 from .copies import copy_all
+from .failure import Failure, PeerFailure
 from .store import EpochStore
 
 _cuda: Any = torch.cuda  # whose methods have no types

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from .base import PeerFailure
+from .failure import PeerFailure
 from .store import EpochStore, poll_pauses
 
 _END = 1 << 60

@@ -26,7 +26,7 @@ from pydantic import ValidationError
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from ..protocol.messages import Problem, Rendezvous
-from .base import Failure, PeerFailure
+from .failure import Failure, PeerFailure
 
 _CHUNK_BYTES = 4 << 20
 """TCPStore refuses values of more than 8 MiB."""

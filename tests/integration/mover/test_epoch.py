@@ -20,7 +20,7 @@ from weightsync_engine.plan.validate import Envelope
 from weightsync_engine.protocol.messages import Rendezvous
 from weightsync_engine.protocol.mover import MoverJoin, MoverTransfer
 from weightsync_engine.protocol.names import ENV_STEP_BYTES
-from weightsync_engine.transport.base import Failure
+from weightsync_engine.transport.failure import Failure
 from weightsync_engine.transport.gloo import GlooTransport
 from weightsync_engine.transport.store import EpochStore, open_store
 

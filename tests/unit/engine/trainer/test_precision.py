@@ -25,8 +25,8 @@ from weightsync_engine.trainer.handle import PublishError
 from weightsync_engine.trainer.precision import Cast, loses, rounded
 from weightsync_engine.trainer.publisher import Publisher, warn_of_rounding
 from weightsync_engine.trainer.sources import Held, Sources, merge
-from weightsync_engine.transport.base import Failure
 from weightsync_engine.transport.choose import choose
+from weightsync_engine.transport.failure import Failure
 
 BIAS = "gate.e_score_correction_bias"
 

@@ -10,7 +10,7 @@ import pytest
 from weightsync_engine.mover.memory import staging_bytes
 from weightsync_engine.plan.validate import M2N
 from weightsync_engine.protocol.names import ENV_STAGING_MIB, ENV_STEP_BYTES
-from weightsync_engine.transport.base import Failure
+from weightsync_engine.transport.failure import Failure
 from weightsync_engine.transport.nccl import M2NTransport
 
 BUFFERS = "NCCL_RESHARD_PACK_BUFFSIZES"

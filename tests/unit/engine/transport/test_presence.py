@@ -8,7 +8,7 @@ import time
 import pytest
 
 from weightsync_engine.protocol.messages import Problem
-from weightsync_engine.transport.base import Failure, PeerFailure
+from weightsync_engine.transport.failure import Failure, PeerFailure
 from weightsync_engine.transport.presence import Presence
 from weightsync_engine.transport.store import EpochStore, open_store
 

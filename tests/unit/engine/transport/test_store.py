@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import PrefixStore, TCPStore
 
 from weightsync_engine.protocol.messages import Problem, Rendezvous
-from weightsync_engine.transport.base import Failure, PeerFailure
+from weightsync_engine.transport.failure import Failure, PeerFailure
 from weightsync_engine.transport.store import EpochStore, connect_store, open_store
 
 KEY = "k" * 32
