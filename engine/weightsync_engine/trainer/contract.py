@@ -48,9 +48,10 @@ from ..protocol.mover import MoverJoin, MoverTransfer
 from ..protocol.names import BACKEND
 from ..transport.store import open_store
 from .handle import PublishError
+from .merge import merge
 from .naming import Names
 from .publisher import Publisher
-from .sources import Held, Sources, WireDtype, merge
+from .sources import Held, Sources, WireDtype
 
 log = logging.getLogger(__name__)
 

@@ -37,8 +37,9 @@ from ..protocol.names import DEFAULT_TRAINER_PORT, ENV_POD_UID, ENV_PORT
 from ..transport.copies import Copies
 from .agreement import Peers, peers
 from .handle import Handle, PublishError
+from .merge import merge, pack, unpack
 from .naming import Names
-from .sources import Held, Sources, WireDtype, fingerprint, merge, pack, unpack
+from .sources import Held, Sources, WireDtype, fingerprint
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from weightsync_engine import Publisher, PublishError
 from weightsync_engine.layout.shards import shard_boxes
 from weightsync_engine.mover.slab import Slab
-from weightsync_engine.trainer.sources import Sources, merge
+from weightsync_engine.trainer.merge import merge
+from weightsync_engine.trainer.sources import Sources
 
 OUT = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # whatever prints on stdout is no report

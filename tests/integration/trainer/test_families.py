@@ -15,7 +15,8 @@ from torch import nn
 
 from weightsync_engine.layout.tensors import SourceParameter
 from weightsync_engine.trainer import PublishError, checkpoint_names
-from weightsync_engine.trainer.sources import Held, Sources, checkpoint_rules, merge
+from weightsync_engine.trainer.merge import merge
+from weightsync_engine.trainer.sources import Held, Sources, checkpoint_rules
 
 pytestmark = pytest.mark.timeout(600)  # the first import of transformers' models takes a while
 

@@ -10,8 +10,9 @@ from torch import nn
 
 from weightsync_engine.layout.tensors import Mesh, Replicate, SourceParameter, Within
 from weightsync_engine.trainer.handle import PublishError
+from weightsync_engine.trainer.merge import merge, pack, unpack
 from weightsync_engine.trainer.naming import Part, checked
-from weightsync_engine.trainer.sources import Sources, fingerprint, merge, pack, unpack
+from weightsync_engine.trainer.sources import Sources, fingerprint
 
 # ---- regions -----------------------------------------------------------------------------------------------
 

@@ -22,9 +22,10 @@ from weightsync_engine.plan.groups import Worker
 from weightsync_engine.plan.plan import Plan
 from weightsync_engine.plan.steps import PlanError
 from weightsync_engine.trainer.handle import PublishError
+from weightsync_engine.trainer.merge import merge
 from weightsync_engine.trainer.precision import Cast, loses, rounded
 from weightsync_engine.trainer.publisher import Publisher, warn_of_rounding
-from weightsync_engine.trainer.sources import Held, Sources, merge
+from weightsync_engine.trainer.sources import Held, Sources
 from weightsync_engine.transport.choose import choose
 from weightsync_engine.transport.failure import Failure
 

@@ -12,7 +12,8 @@ from torch import nn
 
 from weightsync_engine.layout.tensors import Mesh, Replicate, Shard, SourceParameter, StridedShard
 from weightsync_engine.trainer.handle import PublishError
-from weightsync_engine.trainer.sources import Sources, merge
+from weightsync_engine.trainer.merge import merge
+from weightsync_engine.trainer.sources import Sources
 
 
 def said(name: str, **changes: Any) -> dict[str, Any]:
