@@ -41,6 +41,9 @@ _STEADY_SECONDS = 10.0
 _SPARE_AFTER = 5.0
 """Seconds from a mover's death to the start of the next spare: the epoch and the round that mend what the death broke
 come first, which its imports would take a core from."""
+_NAMES = "timeout:1 attempts:1"
+"""TCPStore asks DNS for the name of every peer, for its log, and waits for the answer: on both sides, up to 10 s where
+none comes (DNS down, or its traffic not allowed). What is met here are addresses; a name is asked for again."""
 _SOCKET_PATH_MAX = 107
 _SCRUB = frozenset({
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
@@ -64,6 +67,7 @@ def mover_environment(base: Mapping[str, str], extra: Mapping[str, str] | None =
     preloads."""
     env = {k: v for k, v in base.items() if k not in _SCRUB and not k.startswith(_SCRUB_PREFIXES)}
     env["OMP_NUM_THREADS"] = "1"
+    env.setdefault("RES_OPTIONS", _NAMES)
     env.update(extra or {})
     return env
 

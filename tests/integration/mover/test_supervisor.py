@@ -119,5 +119,6 @@ def test_the_movers_environment_is_free_of_the_parents_process_group():
         "LD_PRELOAD": "lib", "OMP_NUM_THREADS": "16", "NCCL_DEBUG": "INFO", "PATH": "/bin",
     }  # fmt: skip
     assert mover_environment(base, {"MORE": "1"}) == {
-        "NCCL_DEBUG": "INFO", "PATH": "/bin", "OMP_NUM_THREADS": "1", "MORE": "1"
+        "NCCL_DEBUG": "INFO", "PATH": "/bin", "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1", "MORE": "1"
     }  # fmt: skip
+    assert mover_environment({"RES_OPTIONS": "timeout:7"})["RES_OPTIONS"] == "timeout:7"
