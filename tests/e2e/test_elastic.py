@@ -93,7 +93,14 @@ class Busy:
 
     def check(self) -> Longest:
         """No answer was wrong, no step of the training was held up; the longest ones."""
-        world = self.world
+        world, now = self.world, time.time()
+        names = {s.name for s in world.servers()}
+        # An answer into which a flip fell is known as one by what the same server says next.
+        wait_until(
+            "a later answer of every server",
+            lambda: (names <= {h.pod for h in world.heard(now)} or None, names),
+            20,
+        )
         heard = world.heard(self.began)
         assert any(h.service for h in heard)
         wrong = judge.wrong(heard, world.book, world.history.decided(), world.history.finished())
