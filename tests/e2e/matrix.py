@@ -62,7 +62,7 @@ API_START = 45.0
 OUTAGE = 12.0
 """How long a part that nobody can name is kept away."""
 SLACK = 2.0
-"""Recovery takes at most the detection deadline, this, and one round with the epoch that it needs, as measured first."""
+"""Recovery takes at most the detection deadline, this, and one round with its epoch, as measured before the cells."""
 STALL_LIMIT = 1.0
 """No step of the training loop may be held up for longer, whatever happens to others."""
 
